@@ -1,0 +1,58 @@
+//! Who computes what: the choice of experts, the scores, and the metadata that the kernels read.
+//!
+//! A [`Routing`] is a checked list of (token, expert) pairs together with the orders that the
+//! kernels need. It carries no scores: those have the type of the engine, and come from a
+//! [`Convention`] or from the caller.
+
+mod metadata;
+
+pub use metadata::Routing;
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::error::{Error, Result};
+
+/// How the scores of the K chosen experts follow from the logits. The choice itself always
+/// compares logits: larger first, then the smaller expert id.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Convention {
+    /// Softmax of the K chosen logits.
+    SoftmaxOverTopK,
+    /// Softmax over all E logits, then the chosen probabilities as they are.
+    TopKOverSoftmax,
+    /// Softmax over all E logits, the chosen probabilities divided by their sum. The same function
+    /// as [`Convention::SoftmaxOverTopK`]; only the rounding differs.
+    TopKOverSoftmaxRenormalized,
+}
+
+impl Convention {
+    /// Every convention.
+    pub const ALL: [Self; 3] = [Self::SoftmaxOverTopK, Self::TopKOverSoftmax, Self::TopKOverSoftmaxRenormalized];
+
+    /// The name used on the command line and in dumps.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::SoftmaxOverTopK => "softmax_over_topk",
+            Self::TopKOverSoftmax => "topk_over_softmax",
+            Self::TopKOverSoftmaxRenormalized => "topk_over_softmax_renormalized",
+        }
+    }
+}
+
+impl fmt::Display for Convention {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for Convention {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        Self::ALL
+            .into_iter()
+            .find(|convention| convention.name() == text)
+            .ok_or_else(|| Error::unknown("router", text, Self::ALL.map(Self::name)))
+    }
+}
