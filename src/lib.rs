@@ -3,13 +3,18 @@
 #![deny(unsafe_op_in_unsafe_fn)]
 
 pub mod activation;
+pub mod cli;
+pub mod dump;
 pub mod element;
 pub mod engine;
 pub mod error;
 pub mod layout;
+pub mod oracle;
 pub mod problem;
+pub mod reference;
 pub mod routing;
 pub mod shape;
+pub mod sonic;
 
 pub use activation::{Activation, Gelu};
 pub use element::{DType, Element, Real};

@@ -1,0 +1,1 @@
+//! Runs of foreign implementations as safetensors files.

@@ -1,0 +1,1 @@
+//! What judges an engine. No oracle imports one.

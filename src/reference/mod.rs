@@ -1,0 +1,1 @@
+//! Standard autograd: a tape over `ndarray`, and the plain MoE layer on it.

@@ -1,0 +1,1 @@
+//! The eight kernels and the two bias kernels on the CPU.

@@ -1,0 +1,1 @@
+//! The same eight launches on a Hopper GPU.

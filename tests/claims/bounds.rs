@@ -1,0 +1,1 @@
+//! Bounds hold for correct engines and fail for faults.

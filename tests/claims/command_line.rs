@@ -1,0 +1,1 @@
+//! The command line says what it found, with the right exit code.

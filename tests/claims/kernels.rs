@@ -1,0 +1,1 @@
+//! The eight kernels on the CPU: rounding points, threads, memory, empty experts.

@@ -1,0 +1,9 @@
+//! Every claim of the project that needs no GPU, a module each.
+
+mod agreement;
+mod bounds;
+mod command_line;
+mod dumps;
+mod gradients;
+mod kernels;
+mod routing;

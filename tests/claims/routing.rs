@@ -1,0 +1,1 @@
+//! Choice of experts, scores, metadata and certificates.
