@@ -3,6 +3,7 @@
 #![deny(unsafe_op_in_unsafe_fn)]
 
 pub mod activation;
+pub mod case;
 pub mod cli;
 pub mod dump;
 pub mod element;
