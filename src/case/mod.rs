@@ -4,6 +4,7 @@
 //! case is repeated from its few numbers alone. [`strategy`] draws and shrinks cases, [`table`]
 //! lists the edge cases that every engine has to pass.
 
+pub mod campaign;
 mod draw;
 pub mod strategy;
 pub mod table;
