@@ -13,9 +13,11 @@ pub mod layout;
 pub mod oracle;
 pub mod problem;
 pub mod reference;
+pub mod report;
 pub mod routing;
 pub mod shape;
 pub mod sonic;
+pub mod verify;
 
 pub use activation::{Activation, Gelu};
 pub use element::{DType, Element, Real};

@@ -1,0 +1,1 @@
+//! The campaign: random problems through both paths, judged by every oracle.
