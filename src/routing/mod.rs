@@ -4,9 +4,13 @@
 //! kernels need. It carries no scores: those have the type of the engine, and come from a
 //! [`Convention`] or from the caller.
 
+pub mod certificate;
 mod metadata;
+pub mod scores;
+mod top_k;
 
 pub use metadata::Routing;
+pub use top_k::{Choice, top_k};
 
 use std::fmt;
 use std::str::FromStr;
