@@ -5,6 +5,8 @@ use std::iter::Sum;
 use std::ops::{AddAssign, MulAssign};
 use std::str::FromStr;
 
+use faer::{Accum, MatMut, MatRef, Par};
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use crate::error::{Error, Result};
@@ -136,6 +138,28 @@ pub trait Element: Copy + Default + PartialEq + PartialOrd + fmt::Debug + Send +
 
     /// `value` rounded once.
     fn from_f32(value: f32) -> Self;
+
+    /// [`Element::to_f32`] of every number; the shorter slice decides how many.
+    fn slice_to_f32(values: &[Self], into: &mut [f32]) {
+        into.iter_mut().zip(values).for_each(|(into, &value)| *into = value.to_f32());
+    }
+
+    /// [`Element::from_f32`] of every number; the shorter slice decides how many.
+    fn slice_from_f32(values: &[f32], into: &mut [Self]) {
+        into.iter_mut().zip(values).for_each(|(into, &value)| *into = Self::from_f32(value));
+    }
+
+    /// The same slice, if these are f32.
+    fn as_f32(values: &[Self]) -> Option<&[f32]> {
+        let _ = values;
+        None
+    }
+
+    /// The same slice, if these are f64.
+    fn as_f64(values: &[Self]) -> Option<&[f64]> {
+        let _ = values;
+        None
+    }
 }
 
 /// A type that sums are kept in: f32 or f64.
@@ -147,6 +171,22 @@ pub trait Real:
 
     /// Rounds to a storage type, once.
     fn store<S: Element>(self) -> S;
+
+    /// [`Real::widen`] of every number; the shorter slice decides how many.
+    fn widen_slice<S: Element>(values: &[S], into: &mut [Self]);
+
+    /// [`Real::store`] of every number; the shorter slice decides how many.
+    fn store_slice<S: Element>(values: &[Self], into: &mut [S]);
+
+    /// The same slice, if the storage type is this type: widening would change nothing.
+    fn of_stored<S: Element>(values: &[S]) -> Option<&[Self]>;
+
+    /// `product` = `left` · `right`, or += with [`Accum::Add`], by one thread, with sums kept in
+    /// this type.
+    ///
+    /// # Panics
+    /// If the shapes do not fit.
+    fn multiply(product: MatMut<'_, Self>, accumulate: Accum, left: MatRef<'_, Self>, right: MatRef<'_, Self>);
 }
 
 impl Element for f64 {
@@ -167,6 +207,10 @@ impl Element for f64 {
 
     fn from_f32(value: f32) -> Self {
         f64::from(value)
+    }
+
+    fn as_f64(values: &[Self]) -> Option<&[f64]> {
+        Some(values)
     }
 }
 
@@ -189,10 +233,14 @@ impl Element for f32 {
     fn from_f32(value: f32) -> Self {
         value
     }
+
+    fn as_f32(values: &[Self]) -> Option<&[f32]> {
+        Some(values)
+    }
 }
 
 macro_rules! half_element {
-    ($half:ident, $dtype:expr) => {
+    ($half:ident, $dtype:expr, { $($slices:item)* }) => {
         impl Element for $half {
             const DTYPE: DType = $dtype;
             type Score = f32;
@@ -214,12 +262,25 @@ macro_rules! half_element {
             fn from_f32(value: f32) -> Self {
                 $half::from_f32(value)
             }
+
+            $($slices)*
         }
     };
 }
 
-half_element!(bf16, DType::BF16);
-half_element!(f16, DType::F16);
+half_element!(bf16, DType::BF16, {});
+// `half` looks for the machine's conversion instruction at every call: once per slice is enough.
+half_element!(f16, DType::F16, {
+    fn slice_to_f32(values: &[Self], into: &mut [f32]) {
+        let length = values.len().min(into.len());
+        values[..length].convert_to_f32_slice(&mut into[..length]);
+    }
+
+    fn slice_from_f32(values: &[f32], into: &mut [Self]) {
+        let length = values.len().min(into.len());
+        into[..length].convert_from_f32_slice(&values[..length]);
+    }
+});
 
 impl Real for f64 {
     fn widen<S: Element>(value: S) -> Self {
@@ -228,6 +289,22 @@ impl Real for f64 {
 
     fn store<S: Element>(self) -> S {
         S::from_f64(self)
+    }
+
+    fn widen_slice<S: Element>(values: &[S], into: &mut [Self]) {
+        into.iter_mut().zip(values).for_each(|(into, &value)| *into = value.to_f64());
+    }
+
+    fn store_slice<S: Element>(values: &[Self], into: &mut [S]) {
+        into.iter_mut().zip(values).for_each(|(into, &value)| *into = S::from_f64(value));
+    }
+
+    fn of_stored<S: Element>(values: &[S]) -> Option<&[Self]> {
+        S::as_f64(values)
+    }
+
+    fn multiply(product: MatMut<'_, Self>, accumulate: Accum, left: MatRef<'_, Self>, right: MatRef<'_, Self>) {
+        faer::linalg::matmul::matmul(product, accumulate, left, right, 1.0, Par::Seq);
     }
 }
 
@@ -238,6 +315,22 @@ impl Real for f32 {
 
     fn store<S: Element>(self) -> S {
         S::from_f32(self)
+    }
+
+    fn widen_slice<S: Element>(values: &[S], into: &mut [Self]) {
+        S::slice_to_f32(values, into);
+    }
+
+    fn store_slice<S: Element>(values: &[Self], into: &mut [S]) {
+        S::slice_from_f32(values, into);
+    }
+
+    fn of_stored<S: Element>(values: &[S]) -> Option<&[Self]> {
+        S::as_f32(values)
+    }
+
+    fn multiply(product: MatMut<'_, Self>, accumulate: Accum, left: MatRef<'_, Self>, right: MatRef<'_, Self>) {
+        faer::linalg::matmul::matmul(product, accumulate, left, right, 1.0, Par::Seq);
     }
 }
 
