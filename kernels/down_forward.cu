@@ -1,0 +1,40 @@
+// Kernel 2: Y = A W2ᵀ (+ b2). A grouped GEMM over token counts on contiguous rows.
+//
+//   a_map   a (R, n)
+//   b_map   w2 (E, d, n), K-major
+//   p.bias  b2 (E, d)
+//   p.out   y (R, d), rounded once after the bias
+//   p.n = d, p.k = n
+#include "sm90/grouped_gemm.cuh"
+#include "sm90/store_epilogue.cuh"
+
+#ifndef SONIC_BIAS
+#define SONIC_BIAS 0
+#endif
+#ifndef SONIC_TILE_N
+#define SONIC_TILE_N 256
+#endif
+#ifndef SONIC_STAGES
+#define SONIC_STAGES 4
+#endif
+#ifndef SONIC_CLUSTER
+#define SONIC_CLUSTER 1
+#endif
+#ifndef SONIC_BAND
+#define SONIC_BAND 16
+#endif
+
+namespace sonic {
+
+using Config = GemmConfig<SONIC_TILE_N, SONIC_STAGES, SONIC_CLUSTER, false, Major::kK, SONIC_BAND, kStagingBytes>;
+
+}  // namespace sonic
+
+SONIC_LAUNCH_GEOMETRY(sonic::Config);
+
+extern "C" __global__ void __launch_bounds__(sonic::kGemmThreads, 1)
+    down_forward(const __grid_constant__ sonic::TensorMap a_map, const __grid_constant__ sonic::TensorMap b_map,
+                 const __grid_constant__ sonic::GroupedGemmParams p) {
+    extern __shared__ __align__(1024) sonic::u8 shared[];
+    sonic::grouped_gemm<sonic::Config, sonic::StoreEpilogue<SONIC_BIAS>>(shared, a_map, b_map, p);
+}

@@ -1,0 +1,57 @@
+// What the host and the grouped GEMM kernels agree on: parameters, geometry, tensor maps.
+//
+// Every kernel of this family has the signature
+//     (const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+//      const __grid_constant__ GroupedGemmParams p)
+// and every module exports `launch_geometry`, a constant array of kGeometryWords u32 that the host
+// reads (cuModuleGetGlobal) instead of repeating tile sizes.
+//
+// Launch: gridDim.x = blocks (one per multiprocessor, a multiple of the cluster size), blockDim.x =
+// geometry[kGeometryThreads], dynamic shared memory = geometry[kGeometrySharedBytes] (above 48 KB:
+// raise the function's limit first), cluster (geometry[kGeometryCluster], 1, 1).
+//
+// Tensor maps: bf16, 128-byte swizzle, no interleave, out-of-bounds fill zero, L2 promotion 256
+// bytes, element strides 1. Dimension 0 is the contiguous one.
+//   a_map   contiguous A (R, k): dims {k, R}, strides {2k bytes}, box {64, geometry[kGeometryABoxRows]}.
+//           A kernel that gathers A ignores a_map (pass zeros) and geometry[kGeometryABoxRows] is 0.
+//           With R = 0 nothing is read: launch nothing, or encode R as 1.
+//   b_map   K-major B (E, n, k): dims {k, n, E}, strides {2k, 2kn bytes}, box {64, geometry[kGeometryBBoxRows], 1}.
+//           MN-major B (E, k, n): dims {n, k, E}, strides {2n, 2nk bytes}, box {64, 64, 1}
+//           (geometry[kGeometryBBoxRows] is 64).
+#pragma once
+#include "sm90/types.cuh"
+
+namespace sonic {
+
+// Passed by value. `n` is the number of output columns of the product and `k` the contraction
+// length, both multiples of 8; rows are sorted by expert.
+struct GroupedGemmParams {
+    const i32* expert_offsets;  // [experts + 1], ascending, [0] = 0, [experts] = R
+    const i32* row_token;       // [R] token of each row, in [0, T); kernels that gather, else null
+    const bf16* gathered;       // (T, k) rows to gather, T·k < 2^35; kernels that gather, else null
+    const bf16* bias;           // (experts, n) added to the product; read only by bias variants
+    const bf16* h;              // (R, 2n) or ungated (R, n): down_backward_activation, else null
+    const f32* scores;          // [R] in row order: down_backward_activation, else null
+    bf16* out;                  // the kernel's main output, see its entry point
+    bf16* activation;           // a or a′ (R, n): up_forward, down_backward_activation, else null
+    f32* ds_partial;            // (R, tiles of n): down_backward_activation, else null
+    u32* status;                // kStatusWords u32 in mapped host memory, zeroed, or null
+    i32 experts;                // E ≥ 1
+    i32 n;
+    i32 k;
+    i32 reserved;               // 0
+};
+
+constexpr u32 kGeometryThreads = 0;
+constexpr u32 kGeometrySharedBytes = 1;
+constexpr u32 kGeometryCluster = 2;
+constexpr u32 kGeometryTileM = 3;
+constexpr u32 kGeometryTileN = 4;
+constexpr u32 kGeometryTileK = 5;
+constexpr u32 kGeometryABoxRows = 6;
+constexpr u32 kGeometryBBoxRows = 7;
+constexpr u32 kGeometryBIsMNMajor = 8;
+constexpr u32 kGeometryStages = 9;
+constexpr u32 kGeometryWords = 10;
+
+}  // namespace sonic
