@@ -90,7 +90,7 @@ impl<A: Real> Tape<'_, A> {
         let value = &self.value(a) * &self.value(b);
         self.record("product by element", value, &[a, b], &[], move |tape, g, sweep| {
             sweep.add(a, &g * &tape.value(b));
-            sweep.add(b, g * &tape.value(a));
+            sweep.add(b, g * tape.value(a));
         })
     }
 
@@ -105,7 +105,7 @@ impl<A: Real> Tape<'_, A> {
         let quotient = self.next();
         self.record("quotient", value, &[b, quotient], &[], move |tape, g, sweep| {
             sweep.add(a, &g / &tape.value(b));
-            sweep.add(b, -(g * &tape.value(quotient) / &tape.value(b)));
+            sweep.add(b, -(g * tape.value(quotient) / tape.value(b)));
         })
     }
 
@@ -125,7 +125,7 @@ impl<A: Real> Tape<'_, A> {
         let value = &self.value(a) * &self.value(s);
         self.record("scaled rows", value, &[a, s], &[], move |tape, g, sweep| {
             sweep.add(s, (&g * &tape.value(a)).sum_axis(Axis(1)).insert_axis(Axis(1)));
-            sweep.add(a, g * &tape.value(s));
+            sweep.add(a, g * tape.value(s));
         })
     }
 
@@ -140,8 +140,8 @@ impl<A: Real> Tape<'_, A> {
         let quotient = self.next();
         self.record("divided rows", value, &[s, quotient], &[], move |tape, g, sweep| {
             let along = (&g * &tape.value(quotient)).sum_axis(Axis(1)).insert_axis(Axis(1));
-            sweep.add(s, -(along / &tape.value(s)));
-            sweep.add(a, g / &tape.value(s));
+            sweep.add(s, -(along / tape.value(s)));
+            sweep.add(a, g / tape.value(s));
         })
     }
 }
@@ -152,7 +152,7 @@ impl<A: Real> Tape<'_, A> {
     pub fn exp(&mut self, a: Var) -> Var {
         let value = self.value(a).mapv(A::exp);
         let result = self.next();
-        self.record("exp", value, &[result], &[], move |tape, g, sweep| sweep.add(a, g * &tape.value(result)))
+        self.record("exp", value, &[result], &[], move |tape, g, sweep| sweep.add(a, g * tape.value(result)))
     }
 
     /// σ(a) = 1/(1 + e⁻ᵃ); da = g∘σ(a)∘σ(−a). Neither overflows for any a, and 1 − σ is computed as
