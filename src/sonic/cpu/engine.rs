@@ -12,6 +12,7 @@ use super::down_backward_weight::down_backward_weight;
 use super::down_bias_gradient::down_bias_gradient;
 use super::down_forward::down_forward;
 use super::intermediate::Intermediate;
+use super::router;
 use super::roundings::Roundings;
 use super::up_backward_activation::up_backward_activation;
 use super::up_backward_weight::up_backward_weight;
@@ -20,7 +21,7 @@ use super::up_forward::up_forward;
 use crate::element::{DType, Element, Real};
 use crate::engine::{
     Backward, BackwardIntermediates, Engine, Forward, ForwardIntermediates, Gradients, Keeping, Ledger, Numerics, Pass,
-    Record, RoundingModel, RouterRounding,
+    Record, RouterRounding, RoundingModel,
 };
 use crate::error::{Error, Result};
 use crate::problem::{Gating, Problem};
@@ -85,10 +86,7 @@ impl<S: Element, A: Real> Engine<S> for CpuEngine<A> {
         }
     }
 
-    fn accepts(&self, problem: &Problem<'_, S>) -> Result<()> {
-        if matches!(problem.gating(), Gating::Router(_)) {
-            return Err(router_missing());
-        }
+    fn accepts(&self, _problem: &Problem<'_, S>) -> Result<()> {
         if S::DTYPE == DType::F64 && A::DTYPE != DType::F64 {
             return Err(Error::missing("an accumulator as wide as f64 storage", "use CpuEngine::<f64>"));
         }
@@ -97,12 +95,14 @@ impl<S: Element, A: Real> Engine<S> for CpuEngine<A> {
 
     fn forward<'p>(&'p self, problem: &'p Problem<'_, S>, record: Record) -> Result<Forward<'p, S>> {
         let roundings = self.roundings;
-        let (routing, scores, logits): (_, Cow<'p, [S::Score]>, _) = match problem.gating() {
+        let (routing, scores, logits) = match problem.gating() {
             Gating::Given { routing, scores } => (Cow::Borrowed(routing), Cow::Borrowed(&scores[..]), None),
-            Gating::Router(_) => return Err(router_missing()),
+            Gating::Router(layer) => {
+                let routed = router::forward::<S, A>(problem.x(), layer, record, roundings)?;
+                (Cow::Owned(routed.routing), Cow::Owned(routed.scores), routed.logits)
+            }
         };
-        let (h, a) =
-            up_forward::<S, A>(problem.x(), problem.w1(), problem.b1(), problem.activation(), &routing, roundings);
+        let (h, a) = up_forward::<S, A>(problem.x(), problem.w1(), problem.b1(), problem.activation(), &routing, roundings);
         let y = down_forward(&a, problem.w2(), problem.b2(), &routing, roundings);
         let a = (record == Record::Intermediates).then_some(a);
         let o = combine_output(&y, &scores_by_row(&routing, &scores), &routing, roundings);
@@ -154,15 +154,23 @@ impl<S: Element, A: Real> Pass<S> for CpuPass<'_, '_, S, A> {
     }
 
     fn backward(&self, dout: ArrayView2<'_, S>, record: Record) -> Result<Backward<S>> {
-        let Self { layer, roundings, x, h, routing, scores, logits: _ } = self;
+        let Self { layer, roundings, x, h, routing, scores, logits } = self;
         let (x, roundings, b2) = (*x, *roundings, layer.b2());
         if dout.dim() != x.dim() {
             return Err(Error::shape("dout", x.shape(), dout.shape(), "the shape of o is that of x"));
         }
         let scores_by_row = scores_by_row(routing, scores);
 
-        let DownBackward { dh, a_prime, ds } =
-            down_backward_activation(dout, layer.w2(), b2, h, &scores_by_row, layer.activation(), routing, roundings);
+        let DownBackward { dh, a_prime, ds } = down_backward_activation(
+            dout,
+            layer.w2(),
+            b2,
+            h,
+            &scores_by_row,
+            layer.activation(),
+            routing,
+            roundings,
+        );
         let dw2 = down_backward_weight(dout, &a_prime, routing);
         let dx_expanded = up_backward_activation(&dh, layer.w1(), routing, roundings);
         let dw1 = up_backward_weight(x, &dh, routing);
@@ -171,9 +179,13 @@ impl<S: Element, A: Real> Pass<S> for CpuPass<'_, '_, S, A> {
         let db2 = b2.map(|_| down_bias_gradient(dout, &scores_by_row, routing));
 
         let ds = routing.to_pairs(&ds);
-        let (dx, router): (_, Option<crate::engine::RouterGradients<S>>) = match layer.gating() {
+        let (dx, router) = match layer.gating() {
             Gating::Given { .. } => (expert_dx.into_stored(), None),
-            Gating::Router(_) => return Err(router_missing()),
+            Gating::Router(router) => {
+                let kept = router::Kept { routing, scores, logits: logits.as_ref().map(|logits| logits.view()) };
+                let (dx, gradients) = router::backward(x, router, kept, &ds, expert_dx, roundings)?;
+                (dx, Some(gradients))
+            }
         };
         let intermediates = match record {
             Record::Results => None,
@@ -190,8 +202,4 @@ impl<S: Element, A: Real> Pass<S> for CpuPass<'_, '_, S, A> {
 /// The scores in row order, in the accumulator's type.
 fn scores_by_row<V: Real, A: Real>(routing: &Routing, scores: &[V]) -> Vec<A> {
     routing.row_pair().iter().map(|&pair| A::widen(scores[pair as usize])).collect()
-}
-
-fn router_missing() -> Error {
-    Error::missing("a router on the CPU path", "supply the routing and the scores")
 }

@@ -22,6 +22,7 @@ mod down_forward;
 mod engine;
 mod intermediate;
 mod matmul;
+mod router;
 mod roundings;
 mod up_backward_activation;
 mod up_backward_weight;
