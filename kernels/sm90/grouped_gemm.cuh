@@ -22,8 +22,8 @@ constexpr u32 kTileM = 128;
 constexpr u32 kTileK = 64;
 constexpr u32 kGemmThreads = 3 * kWarpgroup;
 constexpr u32 kConsumerWarps = 8;
-constexpr u32 kProducerRegisters = 56;
-constexpr u32 kConsumerRegisters = 224;
+constexpr u32 kProducerRegisters = 40;
+constexpr u32 kConsumerRegisters = 232;
 constexpr u32 kSharedLimit = 232448;
 
 template <u32 kTileN_, u32 kStages_, u32 kCluster_, bool kGatherA_, Major kMajorB_, u32 kBand_, u32 kStagingPerWarp_>
@@ -140,7 +140,7 @@ class Producer {
         i32 steps = ceil_div(p_.k, i32(kTileK));
         for (i32 step = 0; step < steps; ++step) {
             u32 slot = at_.slot;
-            barrier_wait<(Config::kCluster > 1)>(&shared_.empty[slot], at_.round_parity ^ 1, Role::kProducer, slot, p_.status);
+            barrier_wait(&shared_.empty[slot], at_.round_parity ^ 1, Role::kProducer, slot, p_.status);
             if constexpr (kIssuesTma) {
                 if (elect_lane()) issue_tma(tile, step, slot);
                 __syncwarp();
@@ -224,9 +224,9 @@ __device__ __forceinline__ void consume(GemmShared<Config>& shared, const Groupe
     auto release = [&](u32 slot) {
         jitter(slot + group);
         if constexpr (Config::kCluster > 1) {
-            if (lane_index() < Config::kCluster) barrier_arrive_remote(&shared.empty[slot], lane_index());
+            if (lane_index() < Config::kCluster) barrier_arrive_relaxed_remote(&shared.empty[slot], lane_index());
         } else {
-            if (lane_index() == 0) barrier_arrive(&shared.empty[slot]);
+            if (lane_index() == 0) barrier_arrive_relaxed(&shared.empty[slot]);
         }
     };
     (void)rank;
