@@ -39,6 +39,10 @@ enum Kind {
     Logit { row: usize, expert: usize, value: f64 },
     #[error("token {row} has only {usable} logits above −∞, but K = {k} experts have to be chosen; mask fewer experts")]
     TooFewLogits { row: usize, usable: usize, k: usize },
+    #[error(
+        "ranking score of token {row}, expert {expert} is {value}; token rounding ranks by probabilities, finite and ≥ 0"
+    )]
+    RankingScore { row: usize, expert: usize, value: f64 },
     #[error("pair {pair} names {what} {id}, but ids end at {limit} (exclusive)")]
     PairOutOfRange { pair: usize, what: &'static str, id: u64, limit: usize },
     #[error("token {token} is sent to expert {expert} twice (pairs {first} and {second}); a pair may appear once")]
@@ -70,6 +74,7 @@ impl Error {
             | Kind::TopK { .. }
             | Kind::Logit { .. }
             | Kind::TooFewLogits { .. }
+            | Kind::RankingScore { .. }
             | Kind::PairOutOfRange { .. }
             | Kind::DuplicatePair { .. }
             | Kind::NotFinite { .. }
@@ -114,6 +119,11 @@ impl Error {
     /// Fewer than K logits above −∞.
     pub fn too_few_logits(row: usize, usable: usize, k: usize) -> Self {
         Self::new(Kind::TooFewLogits { row, usable, k })
+    }
+
+    /// A score that tokens cannot be ranked by.
+    pub fn ranking_score(row: usize, expert: usize, value: f64) -> Self {
+        Self::new(Kind::RankingScore { row, expert, value })
     }
 
     /// A routed pair whose token or expert does not exist.

@@ -6,6 +6,7 @@
 
 pub mod certificate;
 mod metadata;
+pub mod rounding;
 pub mod scores;
 mod top_k;
 

@@ -96,7 +96,7 @@ pub fn backward<A: Real>(
                     for (&g, &expert) in g.iter().zip(&chosen) {
                         g_hat[expert.index()] = g;
                     }
-                    add_softmax_gradient(p, g_hat, &mut dlogits);
+                    add_softmax_gradient(p.iter().copied(), g_hat, &mut dlogits);
                 }
             }
         },
@@ -142,9 +142,13 @@ pub(in crate::routing) fn softmax_into<A: Real>(logits: impl Iterator<Item = A> 
 }
 
 /// dlogits += p(ĝ − Σ ĝp) over all E.
-pub(in crate::routing) fn add_softmax_gradient<A: Real>(p: &[A], g_hat: &[A], dlogits: &mut ArrayViewMut1<A>) {
-    let sum: A = p.iter().zip(g_hat).map(|(&p, &g)| g * p).sum();
-    for ((dlogit, &p), &g) in dlogits.iter_mut().zip(p).zip(g_hat) {
+pub(in crate::routing) fn add_softmax_gradient<A: Real>(
+    p: impl Iterator<Item = A> + Clone,
+    g_hat: &[A],
+    dlogits: &mut ArrayViewMut1<A>,
+) {
+    let sum: A = p.clone().zip(g_hat).map(|(p, &g)| g * p).sum();
+    for ((dlogit, p), &g) in dlogits.iter_mut().zip(p).zip(g_hat) {
         *dlogit += p * (g - sum);
     }
 }

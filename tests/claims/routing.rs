@@ -2,6 +2,7 @@
 
 mod choice;
 mod metadata;
+mod rounding;
 mod scores;
 
 use ndarray::{Array2, ArrayView2};
