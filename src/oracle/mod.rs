@@ -1,6 +1,20 @@
 //! What judges an engine. No oracle imports one.
+//!
+//! | module | question |
+//! | --- | --- |
+//! | [`kernel`] | is each kernel right, given what it really read? |
+//! | [`bound`] | is each result of the layer within what a correct engine cannot exceed? |
+//! | [`judge`] | how far is a result from its truth, where, and would an error have been seen? |
+//! | [`memory`] | what does each system keep? |
+//! | [`verdict`] | what does it all amount to? |
 
+pub mod bound;
+pub mod cluster;
+pub mod judge;
+pub mod kernel;
 pub mod memory;
 pub mod verdict;
 
+pub use cluster::Cluster;
+pub use judge::{Bounded, Judgement, Worst, judge};
 pub use verdict::Verdict;

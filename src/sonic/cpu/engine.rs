@@ -12,8 +12,8 @@ use super::down_backward_weight::down_backward_weight;
 use super::down_bias_gradient::down_bias_gradient;
 use super::down_forward::down_forward;
 use super::intermediate::Intermediate;
-use super::router;
 use super::roundings::Roundings;
+use super::router;
 use super::up_backward_activation::up_backward_activation;
 use super::up_backward_weight::up_backward_weight;
 use super::up_bias_gradient::up_bias_gradient;
@@ -21,7 +21,7 @@ use super::up_forward::up_forward;
 use crate::element::{DType, Element, Real};
 use crate::engine::{
     Backward, BackwardIntermediates, Engine, Forward, ForwardIntermediates, Gradients, Keeping, Ledger, Numerics, Pass,
-    Record, RouterRounding, RoundingModel,
+    Record, RoundingModel, RouterRounding,
 };
 use crate::error::{Error, Result};
 use crate::problem::{Gating, Problem};
@@ -102,7 +102,8 @@ impl<S: Element, A: Real> Engine<S> for CpuEngine<A> {
                 (Cow::Owned(routed.routing), Cow::Owned(routed.scores), routed.logits)
             }
         };
-        let (h, a) = up_forward::<S, A>(problem.x(), problem.w1(), problem.b1(), problem.activation(), &routing, roundings);
+        let (h, a) =
+            up_forward::<S, A>(problem.x(), problem.w1(), problem.b1(), problem.activation(), &routing, roundings);
         let y = down_forward(&a, problem.w2(), problem.b2(), &routing, roundings);
         let a = (record == Record::Intermediates).then_some(a);
         let o = combine_output(&y, &scores_by_row(&routing, &scores), &routing, roundings);
@@ -161,16 +162,8 @@ impl<S: Element, A: Real> Pass<S> for CpuPass<'_, '_, S, A> {
         }
         let scores_by_row = scores_by_row(routing, scores);
 
-        let DownBackward { dh, a_prime, ds } = down_backward_activation(
-            dout,
-            layer.w2(),
-            b2,
-            h,
-            &scores_by_row,
-            layer.activation(),
-            routing,
-            roundings,
-        );
+        let DownBackward { dh, a_prime, ds } =
+            down_backward_activation(dout, layer.w2(), b2, h, &scores_by_row, layer.activation(), routing, roundings);
         let dw2 = down_backward_weight(dout, &a_prime, routing);
         let dx_expanded = up_backward_activation(&dh, layer.w1(), routing, roundings);
         let dw1 = up_backward_weight(x, &dh, routing);

@@ -1,0 +1,216 @@
+//! Ball arithmetic: the truth as midpoint, and how far from it a correct engine may be as radius.
+//!
+//! Every operation adds to the radius what the operation passes on from its operands, what the
+//! engine's own rounding adds, and what the f64 evaluation of the midpoint adds.
+
+use crate::element::DType;
+use crate::engine::{Numerics, RouterRounding};
+
+/// The roundoff of the f64 operations that compute midpoints.
+const UNIT_OF_TRUTH: f64 = f64::EPSILON / 2.0;
+
+/// How radii of several sources join.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Measure {
+    /// Radii add: no correct engine exceeds them.
+    Worst,
+    /// Radii are standard deviations of independent errors, uniform within each rounding: squares
+    /// add, and one rounding by at most u|v| contributes u|v|/√3.
+    Deviation,
+}
+
+/// A number of the truth, `mid`, and a bound `rad` on |engine's number − `mid`|.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Ball {
+    pub(crate) mid: f64,
+    pub(crate) rad: f64,
+}
+
+impl Ball {
+    /// A number that engine and truth share.
+    pub(crate) fn exact(mid: f64) -> Self {
+        Self { mid, rad: 0.0 }
+    }
+
+    /// The largest magnitude in the ball.
+    pub(crate) fn magnitude(self) -> f64 {
+        self.mid.abs() + self.rad
+    }
+}
+
+/// One rounding of an engine's number.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rounding {
+    /// Relative error of a normal result.
+    pub(crate) unit: f64,
+    /// Absolute error of a result below the normal range.
+    pub(crate) underflow: f64,
+    /// Beyond this the result may be infinite, and nothing is known of it.
+    pub(crate) largest: f64,
+    /// The type stored to, where it is known: its own numbers are stored without error.
+    dtype: Option<DType>,
+}
+
+impl Rounding {
+    /// A store to `dtype`.
+    fn store(dtype: DType, flushes: bool) -> Self {
+        Self {
+            unit: dtype.unit_roundoff(),
+            underflow: if flushes { dtype.smallest_normal() } else { dtype.underflow() },
+            largest: dtype.largest(),
+            dtype: (!flushes).then_some(dtype),
+        }
+    }
+
+    /// γ_m = m·u / (1 − m·u): the relative error of m roundings one after the other.
+    pub(crate) fn gamma(&self, m: usize) -> f64 {
+        let product = m as f64 * self.unit;
+        if product < 1.0 { product / (1.0 - product) } else { f64::INFINITY }
+    }
+
+    fn holds(&self, value: f64) -> bool {
+        self.dtype.is_some_and(|dtype| dtype.round(value) == value)
+    }
+}
+
+/// An engine's declared roundings, ready to propagate balls through.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Arithmetic {
+    pub(crate) measure: Measure,
+    /// One operation in the accumulator, the f64 operation of the midpoint included.
+    pub(crate) accumulate: Rounding,
+    /// One store to the tensors' type.
+    pub(crate) storage: Rounding,
+    /// One addition in the tensors' type, the f64 addition of the midpoint included.
+    pub(crate) partial: Rounding,
+    /// One store of a logit, a score, a dlogit.
+    pub(crate) router: Rounding,
+    /// One store of ds.
+    pub(crate) score: Rounding,
+    /// Relative error of an elementary function, in units of `accumulate.unit`.
+    pub(crate) function_ulps: f64,
+    /// What an elementary function may lose absolutely: where exp overflows or underflows in the
+    /// accumulator, σ comes out as 0 a little early.
+    pub(crate) function_underflow: f64,
+}
+
+impl Arithmetic {
+    pub(crate) fn new(numerics: &Numerics, measure: Measure) -> Self {
+        // Tensor cores have roundoffs of no IEEE type; all of them keep f32's exponents.
+        let accumulator = if numerics.accumulator < libm::exp2(-40.0) { DType::F64 } else { DType::F32 };
+        let flushes = numerics.flushes_denormals;
+        let router = match numerics.router {
+            RouterRounding::Score => numerics.score,
+            RouterRounding::TensorType => numerics.storage,
+        };
+        let accumulate = Rounding {
+            unit: numerics.accumulator + UNIT_OF_TRUTH,
+            dtype: None,
+            ..Rounding::store(accumulator, flushes)
+        };
+        let storage = Rounding::store(numerics.storage, flushes);
+        Self {
+            measure,
+            accumulate,
+            storage,
+            partial: Rounding { unit: storage.unit + UNIT_OF_TRUTH, dtype: None, ..storage },
+            router: Rounding::store(router, flushes),
+            // Scores and their gradient share a type: where the router rounds to the tensors', ds does.
+            score: Rounding::store(router, flushes),
+            // The midpoint's own exp, erf and tanh err by up to 4 of its units.
+            function_ulps: numerics.function_ulps.max(4.0),
+            function_underflow: accumulator.smallest_normal(),
+        }
+    }
+
+    /// Two radii of independent sources.
+    pub(crate) fn join(&self, a: f64, b: f64) -> f64 {
+        match self.measure {
+            Measure::Worst => a + b,
+            Measure::Deviation => a.hypot(b),
+        }
+    }
+
+    /// A rounding by at most `most` as a radius.
+    pub(crate) fn spread(&self, most: f64) -> f64 {
+        match self.measure {
+            Measure::Worst => most,
+            Measure::Deviation => most / 3.0f64.sqrt(),
+        }
+    }
+
+    /// One rounding: E += max(u(|v| + E), η), and never more than |v| + E, for 0 is a number too.
+    pub(crate) fn round(&self, rounding: &Rounding, ball: Ball) -> Ball {
+        if ball.rad == 0.0 && rounding.holds(ball.mid) {
+            return ball;
+        }
+        let magnitude = ball.magnitude();
+        if magnitude > rounding.largest {
+            return Ball { rad: f64::INFINITY, ..ball };
+        }
+        let error = (rounding.unit * magnitude).max(rounding.underflow.min(magnitude));
+        Ball { rad: self.join(ball.rad, self.spread(error)), ..ball }
+    }
+
+    /// One operation in the accumulator has given `ball`.
+    pub(crate) fn operation(&self, ball: Ball) -> Ball {
+        self.round(&self.accumulate, ball)
+    }
+
+    /// a·b without a rounding: E = E_a|b| + |a|E_b + E_aE_b.
+    pub(crate) fn product(&self, a: Ball, b: Ball) -> Ball {
+        let rad = match self.measure {
+            Measure::Worst => a.rad * b.mid.abs() + a.magnitude() * b.rad,
+            Measure::Deviation => (a.rad * b.mid).hypot(a.mid * b.rad).hypot(a.rad * b.rad),
+        };
+        Ball { mid: a.mid * b.mid, rad }
+    }
+
+    /// a·b, rounded in the accumulator.
+    pub(crate) fn multiply(&self, a: Ball, b: Ball) -> Ball {
+        self.operation(self.product(a, b))
+    }
+
+    /// a + b, rounded in the accumulator.
+    pub(crate) fn add(&self, a: Ball, b: Ball) -> Ball {
+        self.operation(Ball { mid: a.mid + b.mid, rad: self.join(a.rad, b.rad) })
+    }
+
+    /// The sum of `terms` in any order in a type of roundoff `rounding`, where each sum takes
+    /// `roundings` roundings at most: E = ΣE_i + γ Σ(|v_i| + E_i).
+    pub(crate) fn sum(&self, rounding: &Rounding, terms: impl Iterator<Item = Ball>, roundings: usize) -> Ball {
+        let (mut mid, mut rad, mut magnitude, mut square) = (0.0, 0.0, 0.0, 0.0);
+        for term in terms {
+            mid += term.mid;
+            rad = self.join(rad, term.rad);
+            magnitude += term.magnitude();
+            square += term.mid * term.mid;
+        }
+        self.summed(rounding, Ball { mid, rad }, magnitude, square, roundings)
+    }
+
+    /// Σ a·b in any order in the accumulator, `terms` products and addends in all:
+    /// E = Σ(E_a|b| + |a|E_b + E_aE_b) + γ Σ(|a| + E_a)(|b| + E_b).
+    pub(crate) fn dot(&self, factors: impl Iterator<Item = (Ball, Ball)>, terms: usize) -> Ball {
+        self.sum(&self.accumulate, factors.map(|(a, b)| self.product(a, b)), terms)
+    }
+
+    /// What `roundings` roundings add to a sum of Σ|terms| = `magnitude`, Σ terms² = `square`.
+    ///
+    /// A partial sum of random terms has a deviation of at most √square, so independent roundings
+    /// of them add up to u√(roundings·square/3).
+    pub(crate) fn summed(&self, rounding: &Rounding, sum: Ball, magnitude: f64, square: f64, roundings: usize) -> Ball {
+        if magnitude > rounding.largest {
+            return Ball { rad: f64::INFINITY, ..sum };
+        }
+        if magnitude == 0.0 || roundings == 0 {
+            return sum;
+        }
+        let underflow = 2.0 * roundings as f64 * rounding.underflow;
+        let rounded = match self.measure {
+            Measure::Worst => rounding.gamma(roundings) * magnitude + underflow.min(magnitude),
+            Measure::Deviation => rounding.unit * (roundings as f64 * square / 3.0).sqrt() + underflow.min(magnitude),
+        };
+        Ball { rad: self.join(sum.rad, rounded), ..sum }
+    }
+}

@@ -1,0 +1,262 @@
+//! Matrices of balls, and the matrix products of the kernels on them.
+//!
+//! Every grouped product of the fused model has one exact operand (an input of the layer), so the
+//! radius costs one product more: with B exact,
+//! Σ E_a|b| + γ Σ (|a| + E_a)|b| = (γ|A| + (1 + γ)E_A)·|B|.
+
+use ndarray::{
+    Array, Array1, Array2, Array3, ArrayView1, ArrayView2, ArrayViewMut2, Axis, Dimension, Ix1, Ix2, Ix3, Zip,
+};
+use rayon::prelude::*;
+
+use super::ball::{Arithmetic, Ball, Measure, Rounding};
+use crate::oracle::judge::Bounded;
+use crate::routing::Routing;
+use crate::shape::{ExpertId, TokenId};
+
+/// An array of balls.
+#[derive(Clone, Debug)]
+pub(crate) struct Balls<D: Dimension> {
+    pub(crate) mid: Array<f64, D>,
+    pub(crate) rad: Array<f64, D>,
+}
+
+pub(crate) type Balls1 = Balls<Ix1>;
+pub(crate) type Balls2 = Balls<Ix2>;
+pub(crate) type Balls3 = Balls<Ix3>;
+
+impl<D: Dimension> Balls<D> {
+    /// Numbers that engine and truth share.
+    pub(crate) fn exact(mid: Array<f64, D>) -> Self {
+        let rad = Array::zeros(mid.raw_dim());
+        Self { mid, rad }
+    }
+
+    /// Each ball replaced.
+    pub(crate) fn map(mut self, f: impl Fn(Ball) -> Ball) -> Self {
+        Zip::from(&mut self.mid).and(&mut self.rad).for_each(|mid, rad| {
+            let ball = f(Ball { mid: *mid, rad: *rad });
+            (*mid, *rad) = (ball.mid, ball.rad);
+        });
+        self
+    }
+
+    /// Each ball rounded.
+    pub(crate) fn rounded(self, arithmetic: &Arithmetic, rounding: &Rounding) -> Self {
+        self.map(|ball| arithmetic.round(rounding, ball))
+    }
+
+    pub(crate) fn bounded(self) -> Bounded {
+        Bounded { truth: self.mid.into_dyn(), bound: self.rad.into_dyn() }
+    }
+}
+
+impl Balls2 {
+    pub(crate) fn zeros(rows: usize, columns: usize) -> Self {
+        Self::exact(Array2::zeros((rows, columns)))
+    }
+
+    /// Balls computed one by one.
+    pub(crate) fn from_fn(rows: usize, columns: usize, mut f: impl FnMut(usize, usize) -> Ball) -> Self {
+        let mut balls = Self::zeros(rows, columns);
+        for row in 0..rows {
+            for column in 0..columns {
+                balls.set(row, column, f(row, column));
+            }
+        }
+        balls
+    }
+
+    pub(crate) fn at(&self, row: usize, column: usize) -> Ball {
+        Ball { mid: self.mid[[row, column]], rad: self.rad[[row, column]] }
+    }
+
+    pub(crate) fn set(&mut self, row: usize, column: usize, ball: Ball) {
+        self.mid[[row, column]] = ball.mid;
+        self.rad[[row, column]] = ball.rad;
+    }
+
+    /// Each ball paired with its place and replaced.
+    pub(crate) fn map_indexed(mut self, f: impl Fn(usize, usize, Ball) -> Ball) -> Self {
+        Zip::indexed(&mut self.mid).and(&mut self.rad).for_each(|(row, column), mid, rad| {
+            let ball = f(row, column, Ball { mid: *mid, rad: *rad });
+            (*mid, *rad) = (ball.mid, ball.rad);
+        });
+        self
+    }
+
+    /// The rows `range`, copied.
+    pub(crate) fn rows(&self, range: std::ops::Range<usize>) -> Self {
+        let rows = ndarray::s![range, ..];
+        Self { mid: self.mid.slice(rows).to_owned(), rad: self.rad.slice(rows).to_owned() }
+    }
+
+    /// The transpose, without a copy.
+    pub(crate) fn transposed(self) -> Self {
+        Self { mid: self.mid.reversed_axes(), rad: self.rad.reversed_axes() }
+    }
+}
+
+impl Balls1 {
+    pub(crate) fn from_balls(balls: impl IntoIterator<Item = Ball>) -> Self {
+        let (mid, rad): (Vec<_>, Vec<_>) = balls.into_iter().map(|ball| (ball.mid, ball.rad)).unzip();
+        Self { mid: Array1::from(mid), rad: Array1::from(rad) }
+    }
+}
+
+impl Arithmetic {
+    /// A·B (+ one row of addends), B exact, summed in any order in the accumulator.
+    pub(crate) fn matrix_product(
+        &self,
+        a: &Balls2,
+        b: ArrayView2<'_, f64>,
+        addend: Option<ArrayView1<'_, f64>>,
+    ) -> Balls2 {
+        let terms = a.mid.ncols() + usize::from(addend.is_some());
+        let gamma = self.accumulate.gamma(terms);
+        let mut mid = a.mid.dot(&b);
+        let mut rad = match self.measure {
+            Measure::Worst => {
+                let weight =
+                    Zip::from(&a.mid).and(&a.rad).map_collect(|mid, rad| gamma * mid.abs() + (1.0 + gamma) * rad);
+                weight.dot(&b.mapv(f64::abs))
+            }
+            Measure::Deviation => {
+                let scale = self.deviation_of_sum(terms);
+                let weight = Zip::from(&a.mid).and(&a.rad).map_collect(|mid, rad| scale * mid * mid + rad * rad);
+                weight.dot(&b.mapv(|b| b * b))
+            }
+        };
+        if let Some(addend) = addend {
+            mid += &addend;
+            match self.measure {
+                Measure::Worst => rad += &addend.mapv(|b| gamma * b.abs()),
+                Measure::Deviation => rad += &addend.mapv(|b| self.deviation_of_sum(terms) * b * b),
+            }
+        }
+        self.finish(Balls { mid, rad }, terms)
+    }
+
+    /// A·B with both operands inexact: one product more for (|A| + E_A)·E_B.
+    pub(crate) fn matrix_product_of_balls(&self, a: &Balls2, b: &Balls2) -> Balls2 {
+        let terms = a.mid.ncols();
+        let mut product = self.matrix_product(a, b.mid.view(), None);
+        match self.measure {
+            Measure::Worst => {
+                let factor = 1.0 + self.accumulate.gamma(terms);
+                let weight = Zip::from(&a.mid).and(&a.rad).map_collect(|mid, rad| factor * (mid.abs() + rad));
+                product.rad += &weight.dot(&b.rad);
+            }
+            Measure::Deviation => {
+                let weight = Zip::from(&a.mid).and(&a.rad).map_collect(|mid, rad| mid * mid + rad * rad);
+                let more = weight.dot(&b.rad.mapv(|rad| rad * rad));
+                Zip::from(&mut product.rad).and(&more).for_each(|rad, more| *rad = (*rad * *rad + more).sqrt());
+            }
+        }
+        product
+    }
+
+    /// Squared deviation that the roundings of a sum of m terms add, over Σ terms².
+    fn deviation_of_sum(&self, terms: usize) -> f64 {
+        terms as f64 * self.accumulate.unit * self.accumulate.unit / 3.0
+    }
+
+    /// What holds of every product: terms that underflow, sums that overflow.
+    fn finish(&self, mut product: Balls2, terms: usize) -> Balls2 {
+        let underflow = 2.0 * terms as f64 * self.accumulate.underflow;
+        // The radius holds γΣ|a||b|, so it tells the magnitude of the sum, generously.
+        let gamma = self.accumulate.gamma(terms);
+        let overflow = self.accumulate.largest * gamma;
+        let scale = self.deviation_of_sum(terms).sqrt();
+        product.rad.mapv_inplace(|rad| match self.measure {
+            Measure::Worst if rad > overflow => f64::INFINITY,
+            Measure::Worst => rad + underflow.min(rad / gamma),
+            Measure::Deviation => rad.sqrt() + underflow.min(rad.sqrt() / scale),
+        });
+        product
+    }
+
+    /// Σ over each token's rows of weight · row in the accumulator; a token without rows gets an
+    /// exact 0. Without weights a sum of m rows takes m − 1 roundings.
+    pub(crate) fn combine(&self, rows: &Balls2, weights: Option<&[Ball]>, routing: &Routing) -> Balls2 {
+        self.each_token(routing, rows.mid.ncols(), |token, column| {
+            let of_token = routing.rows_of_token(token);
+            let terms = of_token.iter().map(|&row| {
+                let value = rows.at(row as usize, column);
+                weights.map_or(value, |weights| self.product(weights[row as usize], value))
+            });
+            let roundings = if weights.is_some() { of_token.len() } else { of_token.len().saturating_sub(1) };
+            self.sum(&self.accumulate, terms, roundings)
+        })
+    }
+
+    /// A (T, columns) array, computed token by token in parallel.
+    pub(crate) fn each_token(
+        &self,
+        routing: &Routing,
+        columns: usize,
+        ball: impl Fn(TokenId, usize) -> Ball + Sync,
+    ) -> Balls2 {
+        let mut balls = Balls2::zeros(routing.tokens(), columns);
+        Zip::indexed(balls.mid.rows_mut()).and(balls.rad.rows_mut()).par_for_each(|token, mut mid, mut rad| {
+            for column in 0..columns {
+                let ball = ball(TokenId(token as u32), column);
+                (mid[column], rad[column]) = (ball.mid, ball.rad);
+            }
+        });
+        balls
+    }
+}
+
+/// N arrays by row of the given widths, computed expert by expert in parallel.
+pub(crate) fn by_expert<const N: usize>(
+    routing: &Routing,
+    widths: [usize; N],
+    compute: impl Fn(ExpertId) -> [Balls2; N] + Sync,
+) -> [Balls2; N] {
+    let mut arrays = widths.map(|width| Balls2::zeros(routing.routed(), width));
+    {
+        let mut experts: Vec<(ExpertId, Vec<[ArrayViewMut2<'_, f64>; 2]>)> =
+            (0..routing.experts()).map(|expert| (ExpertId(expert as u32), Vec::with_capacity(N))).collect();
+        for array in &mut arrays {
+            let (mut mid, mut rad) = (array.mid.view_mut(), array.rad.view_mut());
+            for (expert, places) in &mut experts {
+                let rows = routing.rows_of_expert(*expert).len();
+                let (mid_here, mid_rest) = mid.split_at(Axis(0), rows);
+                let (rad_here, rad_rest) = rad.split_at(Axis(0), rows);
+                places.push([mid_here, rad_here]);
+                (mid, rad) = (mid_rest, rad_rest);
+            }
+        }
+        experts.into_par_iter().for_each(|(expert, places)| {
+            if !routing.rows_of_expert(expert).is_empty() {
+                for ([mut mid, mut rad], balls) in places.into_iter().zip(compute(expert)) {
+                    mid.assign(&balls.mid);
+                    rad.assign(&balls.rad);
+                }
+            }
+        });
+    }
+    arrays
+}
+
+/// An (E, rows, columns) array of weight gradients, computed expert by expert in parallel; an
+/// expert without tokens gets exact zeros.
+pub(crate) fn of_experts(
+    routing: &Routing,
+    (rows, columns): (usize, usize),
+    compute: impl Fn(ExpertId) -> Balls2 + Sync,
+) -> Balls3 {
+    let mut balls = Balls::exact(Array3::zeros((routing.experts(), rows, columns)));
+    Zip::indexed(balls.mid.outer_iter_mut()).and(balls.rad.outer_iter_mut()).par_for_each(
+        |expert, mut mid, mut rad| {
+            let expert = ExpertId(expert as u32);
+            if !routing.rows_of_expert(expert).is_empty() {
+                let gradient = compute(expert);
+                mid.assign(&gradient.mid);
+                rad.assign(&gradient.rad);
+            }
+        },
+    );
+    balls
+}

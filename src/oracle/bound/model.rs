@@ -1,0 +1,123 @@
+//! What the kernels of both rounding models share: the layer's operands and its activation.
+
+use ndarray::{Array2, ArrayView1, ArrayView2, Axis};
+
+use super::ball::{Arithmetic, Ball, Measure};
+use super::curve::Curve;
+use super::matrix::{Balls, Balls2};
+use crate::engine::{Numerics, RoundingModel};
+use crate::problem::Problem;
+use crate::routing::Routing;
+use crate::shape::{ExpertId, TokenId};
+
+/// One layer with a fixed routing, and the arithmetic that an engine declares.
+pub(crate) struct Model<'a, 'p> {
+    pub(crate) problem: &'a Problem<'p, f64>,
+    pub(crate) routing: &'a Routing,
+    pub(crate) arithmetic: Arithmetic,
+    pub(crate) rounding: RoundingModel,
+}
+
+impl<'a, 'p> Model<'a, 'p> {
+    pub(crate) fn new(
+        problem: &'a Problem<'p, f64>,
+        routing: &'a Routing,
+        numerics: &Numerics,
+        measure: Measure,
+    ) -> Self {
+        Self { problem, routing, arithmetic: Arithmetic::new(numerics, measure), rounding: numerics.rounding }
+    }
+
+    /// W1 of one expert, (2n, d).
+    pub(crate) fn w1(&self, expert: ExpertId) -> ArrayView2<'_, f64> {
+        self.problem.w1().index_axis_move(Axis(0), expert.index())
+    }
+
+    /// W2 of one expert, (d, n).
+    pub(crate) fn w2(&self, expert: ExpertId) -> ArrayView2<'_, f64> {
+        self.problem.w2().index_axis_move(Axis(0), expert.index())
+    }
+
+    pub(crate) fn b1(&self, expert: ExpertId) -> Option<ArrayView1<'_, f64>> {
+        self.problem.b1().map(|b1| b1.index_axis_move(Axis(0), expert.index()))
+    }
+
+    pub(crate) fn b2(&self, expert: ExpertId) -> Option<ArrayView1<'_, f64>> {
+        self.problem.b2().map(|b2| b2.index_axis_move(Axis(0), expert.index()))
+    }
+
+    /// The rows of x or dout that an expert reads, in its row order.
+    pub(crate) fn gather(&self, source: ArrayView2<'_, f64>, expert: ExpertId) -> Array2<f64> {
+        let rows = self.routing.rows_of_expert(expert);
+        let tokens: Vec<usize> = self.routing.row_token()[rows].iter().map(|token| token.index()).collect();
+        source.select(Axis(0), &tokens)
+    }
+
+    pub(crate) fn tokens(&self) -> impl Iterator<Item = TokenId> + use<> {
+        (0..self.routing.tokens() as u32).map(TokenId)
+    }
+
+    /// The pairs of one token, in pair order.
+    pub(crate) fn pairs_of_token(&self, token: TokenId) -> Vec<usize> {
+        let row_pair = self.routing.row_pair();
+        self.routing.rows_of_token(token).iter().map(|&row| row_pair[row as usize] as usize).collect()
+    }
+
+    pub(crate) fn expert_of_pair(&self, pair: usize) -> usize {
+        self.routing.pair_expert()[pair].index()
+    }
+
+    /// X_e W1ᵀ (+ b1), in the accumulator.
+    pub(crate) fn pre_activation(&self, expert: ExpertId) -> Balls2 {
+        let x = Balls::exact(self.gather(self.problem.x(), expert));
+        self.arithmetic.matrix_product(&x, self.w1(expert).t(), self.b1(expert))
+    }
+
+    /// act(H) at one unit, in the accumulator.
+    pub(crate) fn activation(&self, h: &Balls2, row: usize, unit: usize) -> Ball {
+        let (arithmetic, curve) = (&self.arithmetic, Curve::of(self.problem.activation()));
+        if self.problem.activation().gated() {
+            arithmetic.multiply(arithmetic.curve_value(curve, h.at(row, 2 * unit)), h.at(row, 2 * unit + 1))
+        } else {
+            arithmetic.curve_value(curve, h.at(row, unit))
+        }
+    }
+
+    /// dact(dA, H) at one unit, in the accumulator: dgate = dA·up·f′(gate) and dup = dA·f(gate), or
+    /// dA·f′(h); each goes to `put` with its column of h.
+    pub(crate) fn activation_backward(
+        &self,
+        h: &Balls2,
+        row: usize,
+        unit: usize,
+        da: Ball,
+        mut put: impl FnMut(usize, Ball),
+    ) {
+        let (arithmetic, curve) = (&self.arithmetic, Curve::of(self.problem.activation()));
+        if self.problem.activation().gated() {
+            let (gate, up) = (h.at(row, 2 * unit), h.at(row, 2 * unit + 1));
+            let times_up = arithmetic.multiply(da, up);
+            put(2 * unit, arithmetic.multiply(times_up, arithmetic.curve_slope(curve, gate)));
+            put(2 * unit + 1, arithmetic.multiply(da, arithmetic.curve_value(curve, gate)));
+        } else {
+            put(unit, arithmetic.multiply(da, arithmetic.curve_slope(curve, h.at(row, unit))));
+        }
+    }
+
+    /// (E, columns): the sum of `term(row, column)` over each expert's rows in the accumulator, stored;
+    /// `roundings` tells how many roundings a sum of so many rows takes.
+    pub(crate) fn sum_over_rows(
+        &self,
+        columns: usize,
+        term: impl Fn(usize, usize) -> Ball,
+        roundings: impl Fn(usize) -> usize,
+    ) -> Balls2 {
+        let arithmetic = &self.arithmetic;
+        Balls2::from_fn(self.routing.experts(), columns, |expert, column| {
+            let rows = self.routing.rows_of_expert(ExpertId(expert as u32));
+            let roundings = roundings(rows.len());
+            let sum = arithmetic.sum(&arithmetic.accumulate, rows.map(|row| term(row, column)), roundings);
+            arithmetic.round(&arithmetic.storage, sum)
+        })
+    }
+}

@@ -1,0 +1,241 @@
+//! The router: logits, scores by convention, their gradients.
+
+use super::Model;
+use super::ball::{Arithmetic, Ball, Measure};
+use super::matrix::{Balls, Balls1, Balls2};
+use crate::problem::Router;
+use crate::routing::Convention;
+use crate::shape::TokenId;
+
+/// l = x W_rᵀ (+ b_r), stored in the router's type.
+pub(crate) fn logits(model: &Model<'_, '_>, router: &Router<'_, f64>) -> Balls2 {
+    let arithmetic = &model.arithmetic;
+    let x = Balls::exact(model.problem.x().to_owned());
+    let bias = router.b.as_ref().map(|b| b.view());
+    arithmetic.matrix_product(&x, router.w.t(), bias).rounded(arithmetic, &arithmetic.router).map(|logit| {
+        // A mask is exact, whatever is added to it.
+        if logit.mid == f64::NEG_INFINITY { Ball::exact(logit.mid) } else { logit }
+    })
+}
+
+/// The scores by pair, stored in the router's type.
+pub(crate) fn scores(model: &Model<'_, '_>, router: &Router<'_, f64>, logits: &Balls2) -> Vec<Ball> {
+    let arithmetic = &model.arithmetic;
+    let mut scores = vec![Ball::default(); model.routing.routed()];
+    for token in model.tokens() {
+        let pairs = model.pairs_of_token(token);
+        let of_token = match router.convention {
+            Convention::SoftmaxOverTopK => softmax(arithmetic, &chosen(model, logits, &pairs)),
+            Convention::TopKOverSoftmax => {
+                let p = softmax(arithmetic, &all(logits, token));
+                pairs.iter().map(|&pair| p[model.expert_of_pair(pair)]).collect()
+            }
+            Convention::TopKOverSoftmaxRenormalized => {
+                renormalized(arithmetic, softmax(arithmetic, &chosen(model, logits, &pairs)), model.problem.e())
+            }
+        };
+        for (pair, score) in pairs.into_iter().zip(of_token) {
+            scores[pair] = arithmetic.round(&arithmetic.router, score);
+        }
+    }
+    scores
+}
+
+/// p / Σp is the softmax of the chosen, with more roundings: each p is stored (its own and, in the
+/// sum, everybody's), the sum is stored, the quotient is rounded. A p below the normal range errs by
+/// η, and Σp ≥ 1/E.
+fn renormalized(arithmetic: &Arithmetic, scores: Vec<Ball>, experts: usize) -> Vec<Ball> {
+    let count = scores.len() as f64;
+    let relative = 1.02 * (3.0 * arithmetic.router.unit + (count + 2.0) * arithmetic.accumulate.unit);
+    let absolute = 2.0 * experts as f64 * (arithmetic.router.underflow + arithmetic.function_underflow);
+    scores
+        .into_iter()
+        .map(|score| {
+            let own = relative * score.magnitude() + absolute;
+            Ball { rad: arithmetic.join(score.rad, arithmetic.spread(own)), ..score }
+        })
+        .collect()
+}
+
+/// dlogits (T, E), stored in the router's type. `scores` and `ds` by pair.
+pub(crate) fn dlogits(
+    model: &Model<'_, '_>,
+    router: &Router<'_, f64>,
+    logits: &Balls2,
+    scores: &[Ball],
+    ds: &[Ball],
+) -> Balls2 {
+    let arithmetic = &model.arithmetic;
+    let mut dlogits = Balls2::zeros(model.problem.t(), model.problem.e());
+    for token in model.tokens() {
+        let pairs = model.pairs_of_token(token);
+        let s: Vec<Ball> = pairs.iter().map(|&pair| scores[pair]).collect();
+        let g: Vec<Ball> = pairs.iter().map(|&pair| ds[pair]).collect();
+        let mut set = |expert: usize, ball: Ball| {
+            dlogits.set(token.index(), expert, arithmetic.round(&arithmetic.router, ball));
+        };
+        match router.convention {
+            // One chosen expert has the score 1 whatever its logit: s(g − g·s) is exactly 0.
+            Convention::SoftmaxOverTopK if pairs.len() == 1 => {}
+            Convention::SoftmaxOverTopK => {
+                for (&pair, ball) in pairs.iter().zip(softmax_backward(arithmetic, &s, &g)) {
+                    set(model.expert_of_pair(pair), ball);
+                }
+            }
+            Convention::TopKOverSoftmax => {
+                let p = stored_softmax(arithmetic, &all(logits, token));
+                let mut gradient = vec![Ball::default(); p.len()];
+                for (&pair, &g) in pairs.iter().zip(&g) {
+                    gradient[model.expert_of_pair(pair)] = g;
+                }
+                for (expert, ball) in scattered_backward(arithmetic, &p, &gradient, pairs.len()).enumerate() {
+                    set(expert, ball);
+                }
+            }
+            Convention::TopKOverSoftmaxRenormalized => {
+                let p = stored_softmax(arithmetic, &all(logits, token));
+                let experts: Vec<usize> = pairs.iter().map(|&pair| model.expert_of_pair(pair)).collect();
+                for (expert, ball) in renormalized_backward(arithmetic, &p, &experts, &s, &g).into_iter().enumerate() {
+                    set(expert, ball);
+                }
+            }
+        }
+    }
+    dlogits
+}
+
+/// The router's part of dx: dlogits W_r, stored in the router's type.
+pub(crate) fn dx(model: &Model<'_, '_>, router: &Router<'_, f64>, dlogits: &Balls2) -> Balls2 {
+    let arithmetic = &model.arithmetic;
+    arithmetic.matrix_product(dlogits, router.w.view(), None).rounded(arithmetic, &arithmetic.router)
+}
+
+/// dW_r = dlogitsᵀ x.
+pub(crate) fn w_gradient(model: &Model<'_, '_>, dlogits: &Balls2) -> Balls2 {
+    let arithmetic = &model.arithmetic;
+    let transposed = dlogits.clone().transposed();
+    arithmetic.matrix_product(&transposed, model.problem.x(), None).rounded(arithmetic, &arithmetic.storage)
+}
+
+/// db_r = Σ_t dlogits.
+pub(crate) fn b_gradient(model: &Model<'_, '_>, dlogits: &Balls2) -> Balls1 {
+    let arithmetic = &model.arithmetic;
+    let (tokens, experts) = dlogits.mid.dim();
+    Balls1::from_balls((0..experts).map(|expert| {
+        let terms = (0..tokens).map(|token| dlogits.at(token, expert));
+        let sum = arithmetic.sum(&arithmetic.accumulate, terms, tokens.saturating_sub(1));
+        arithmetic.round(&arithmetic.storage, sum)
+    }))
+}
+
+fn all(logits: &Balls2, token: TokenId) -> Vec<Ball> {
+    (0..logits.mid.ncols()).map(|expert| logits.at(token.index(), expert)).collect()
+}
+
+fn chosen(model: &Model<'_, '_>, logits: &Balls2, pairs: &[usize]) -> Vec<Ball> {
+    pairs.iter().map(|&pair| logits.at(model.routing.pair_token()[pair].index(), model.expert_of_pair(pair))).collect()
+}
+
+fn stored_softmax(arithmetic: &Arithmetic, logits: &[Ball]) -> Vec<Ball> {
+    softmax(arithmetic, logits).into_iter().map(|p| arithmetic.round(&arithmetic.router, p)).collect()
+}
+
+/// p_i = e^{l_i} / Σ e^{l_j}, as the accumulator has it.
+///
+/// The worst case is attained with l_i off by E_i and every other l_j by E_j the other way:
+/// p⁺ = p_i e^{E_i} / (p_i e^{E_i} + Σ_{j≠i} p_j e^{−E_j}), and p⁻ with the signs turned; both differences
+/// to p_i are written without cancellation. The evaluation adds F units for each exp, the distance
+/// to the maximum (the rounded difference is exponentiated), the sum and the quotient.
+fn softmax(arithmetic: &Arithmetic, logits: &[Ball]) -> Vec<Ball> {
+    let largest = logits.iter().map(|logit| logit.mid).fold(f64::NEG_INFINITY, f64::max);
+    let weights: Vec<f64> = logits.iter().map(|logit| libm::exp(logit.mid - largest)).collect();
+    let total: f64 = weights.iter().sum();
+    let p: Vec<f64> = weights.iter().map(|weight| weight / total).collect();
+    let alive = logits.iter().filter(|logit| logit.mid > f64::NEG_INFINITY).count();
+    if alive <= 1 {
+        // x/x = 1 in every arithmetic.
+        return p.into_iter().map(Ball::exact).collect();
+    }
+
+    let over = |f: &dyn Fn(f64, Ball) -> f64| -> f64 { p.iter().zip(logits).map(|(&p, &l)| f(p, l)).sum() };
+    let above = over(&|p, l| p * libm::expm1(l.rad));
+    let below = over(&|p, l| p * libm::expm1(-l.rad));
+    let squares = over(&|p, l| (p * l.rad) * (p * l.rad));
+    let away = |l: Ball| if l.mid > f64::NEG_INFINITY { largest - l.mid } else { 0.0 };
+    let mean_distance = over(&|p, l| p * away(l));
+    let widest = logits.iter().map(|logit| logit.rad).fold(0.0, f64::max);
+
+    p.iter()
+        .zip(logits)
+        .map(|(&p, &l)| {
+            if l.mid == f64::NEG_INFINITY {
+                return Ball::exact(0.0);
+            }
+            let (up, down) = (libm::expm1(l.rad), libm::expm1(-l.rad));
+            let rad = match arithmetic.measure {
+                Measure::Worst => {
+                    let rise = p * ((1.0 - p) * up - (below - p * down)) / (1.0 + p * up + (below - p * down));
+                    let fall = p * ((above - p * up) - (1.0 - p) * down) / (1.0 + p * down + (above - p * up));
+                    rise.max(fall).max(0.0)
+                }
+                Measure::Deviation => {
+                    let own = p * p * l.rad * l.rad;
+                    p * ((squares - own).max(0.0) + (1.0 - p) * (1.0 - p) * l.rad * l.rad).sqrt()
+                }
+            };
+            let roundings =
+                2.0 * arithmetic.function_ulps + alive as f64 + 3.0 + (away(l) + mean_distance + 4.0 * widest);
+            let own = 1.01 * arithmetic.accumulate.unit * roundings * (p + rad) + 4.0 * arithmetic.function_underflow;
+            let rad = arithmetic.join(rad, arithmetic.spread(own));
+            Ball { mid: p, rad: if l.rad.is_finite() { rad } else { f64::INFINITY } }
+        })
+        .collect()
+}
+
+/// s(g − Σgs) over the chosen, each operation rounded in the accumulator.
+fn softmax_backward(arithmetic: &Arithmetic, s: &[Ball], g: &[Ball]) -> Vec<Ball> {
+    let mean = arithmetic.dot(g.iter().copied().zip(s.iter().copied()), s.len());
+    s.iter().zip(g).map(|(&s, &g)| arithmetic.multiply(s, subtract(arithmetic, g, mean))).collect()
+}
+
+/// p(ĝ − Σĝp) over all experts, where ĝ is 0 but for `chosen` of them.
+fn scattered_backward(arithmetic: &Arithmetic, p: &[Ball], g: &[Ball], chosen: usize) -> impl Iterator<Item = Ball> {
+    let mean = arithmetic.dot(g.iter().copied().zip(p.iter().copied()), chosen);
+    let gradient: Vec<Ball> =
+        p.iter().zip(g).map(|(&p, &g)| arithmetic.multiply(p, subtract(arithmetic, g, mean))).collect();
+    gradient.into_iter()
+}
+
+/// The gradient of p / Σp. An engine may use s(g − Σgs) on the chosen, or go op by op: g/S, −Σ g·(s/S),
+/// their sum, and the backward of the softmax over all experts, each stored in the router's type. The
+/// second leaves roundoff on the experts that were not chosen. The bound admits either.
+fn renormalized_backward(arithmetic: &Arithmetic, p: &[Ball], experts: &[usize], s: &[Ball], g: &[Ball]) -> Vec<Ball> {
+    let store = |ball| arithmetic.round(&arithmetic.router, ball);
+    let total = store(arithmetic.sum(&arithmetic.accumulate, experts.iter().map(|&expert| p[expert]), experts.len()));
+    let shares = s.iter().zip(g).map(|(&s, &g)| store(arithmetic.multiply(g, store(divide(arithmetic, s, total)))));
+    let shift = store(arithmetic.sum(&arithmetic.accumulate, shares, experts.len()));
+    let mut dp = vec![Ball::default(); p.len()];
+    for (&expert, &g) in experts.iter().zip(g) {
+        dp[expert] = store(subtract(arithmetic, store(divide(arithmetic, g, total)), shift));
+    }
+    let mut dlogits: Vec<Ball> = scattered_backward(arithmetic, p, &dp, experts.len())
+        .map(|by_operation| Ball { mid: 0.0, ..by_operation })
+        .collect();
+    for (&expert, direct) in experts.iter().zip(softmax_backward(arithmetic, s, g)) {
+        let by_operation = dlogits[expert];
+        dlogits[expert] = Ball { mid: direct.mid, rad: direct.rad.max(by_operation.rad) };
+    }
+    dlogits
+}
+
+fn subtract(arithmetic: &Arithmetic, a: Ball, b: Ball) -> Ball {
+    arithmetic.add(a, Ball { mid: -b.mid, ..b })
+}
+
+/// a/b for b > 0: (|a| + E_a)/(b − E_b) − |a|/b = (E_a + E_b|a|/b)/(b − E_b).
+fn divide(arithmetic: &Arithmetic, a: Ball, b: Ball) -> Ball {
+    let mid = a.mid / b.mid;
+    let least = b.mid - b.rad;
+    let rad = if least > 0.0 { arithmetic.join(a.rad, b.rad * mid.abs()) / least } else { f64::INFINITY };
+    arithmetic.operation(Ball { mid, rad })
+}

@@ -1,0 +1,140 @@
+//! Where failing elements sit: tokens, experts, rows, tiles of columns.
+
+use std::fmt;
+
+use crate::engine::Output;
+
+/// Columns are looked at in tiles of this width: the finest stripe that a tensor-core tile leaves.
+const COLUMN_TILE: usize = 16;
+
+/// More ranges than this along one axis are no cluster.
+const MOST_RANGES: usize = 4;
+
+/// A range of one axis in which failing elements sit.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cluster {
+    /// What the axis counts: token, expert, row, column, pair.
+    pub axis: &'static str,
+    /// The first index.
+    pub from: usize,
+    /// One past the last index.
+    pub to: usize,
+    /// Failing elements inside.
+    pub failing: usize,
+    /// All elements inside.
+    pub elements: usize,
+}
+
+impl fmt::Display for Cluster {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { axis, from, to, failing, elements } = self;
+        if failing == elements {
+            write!(f, "all {failing}")?;
+        } else {
+            write!(f, "{failing} of {elements}")?;
+        }
+        if to - from == 1 { write!(f, " in {axis} {from}") } else { write!(f, " in {axis}s {from}..{to}") }
+    }
+}
+
+/// Failures counted along every axis.
+pub(crate) struct Tally {
+    shape: Vec<usize>,
+    failing: usize,
+    by_axis: Vec<Vec<usize>>,
+}
+
+impl Tally {
+    pub(crate) fn new(shape: &[usize]) -> Self {
+        Self { shape: shape.to_vec(), failing: 0, by_axis: shape.iter().map(|&length| vec![0; length]).collect() }
+    }
+
+    /// The element at `place` in row-major order fails.
+    pub(crate) fn fail(&mut self, place: usize) {
+        self.failing += 1;
+        for (counts, at) in self.by_axis.iter_mut().zip(coordinates(place, &self.shape)) {
+            counts[at] += 1;
+        }
+    }
+
+    pub(crate) fn failing(&self) -> usize {
+        self.failing
+    }
+
+    /// Along each axis the few ranges that hold all failures; none for an axis along which the
+    /// failures touch more than half of the indices, or many separate ranges.
+    pub(crate) fn clusters(&self, output: Output) -> Vec<Cluster> {
+        let elements: usize = self.shape.iter().product();
+        let mut clusters = Vec::new();
+        for ((&axis, counts), &length) in axes(output).iter().zip(&self.by_axis).zip(&self.shape) {
+            let tile = if axis == "column" { COLUMN_TILE } else { 1 };
+            let mut ranges: Vec<Cluster> = Vec::new();
+            for (index, counts) in counts.chunks(tile).enumerate() {
+                let failing: usize = counts.iter().sum();
+                let (from, to) = (index * tile, index * tile + counts.len());
+                let inside = elements / length * counts.len();
+                match ranges.last_mut() {
+                    _ if failing == 0 => {}
+                    Some(range) if range.to == from => {
+                        range.to = to;
+                        range.failing += failing;
+                        range.elements += inside;
+                    }
+                    _ => ranges.push(Cluster { axis, from, to, failing, elements: inside }),
+                }
+            }
+            let touched: usize = ranges.iter().map(|range| range.to - range.from).sum();
+            if ranges.len() <= MOST_RANGES && 2 * touched <= length {
+                clusters.extend(ranges);
+            }
+        }
+        clusters
+    }
+}
+
+/// The coordinates of an element counted in row-major order.
+pub(crate) fn coordinates(place: usize, shape: &[usize]) -> Vec<usize> {
+    let mut rest = place;
+    let mut at: Vec<usize> = shape
+        .iter()
+        .rev()
+        .map(|&length| {
+            let here = rest % length.max(1);
+            rest /= length.max(1);
+            here
+        })
+        .collect();
+    at.reverse();
+    at
+}
+
+/// What each axis of a result counts.
+fn axes(output: Output) -> &'static [&'static str] {
+    match output {
+        Output::O | Output::Dx => &["token", "column"],
+        Output::Dlogits | Output::Logits => &["token", "expert"],
+        Output::Dw1 | Output::Dw2 => &["expert", "row", "column"],
+        Output::Db1 | Output::Db2 | Output::DrouterW => &["expert", "column"],
+        Output::DrouterB => &["expert"],
+        Output::Ds | Output::Scores => &["pair"],
+        Output::H | Output::A | Output::Y | Output::Dh | Output::APrime | Output::DxExpanded => &["row", "column"],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stripe_of_columns_is_one_cluster_along_its_axis_only() {
+        let shape = [2, 4, 64];
+        let mut tally = Tally::new(&shape);
+        for place in 0..2 * 4 * 64 {
+            if (16..32).contains(&coordinates(place, &shape)[2]) {
+                tally.fail(place);
+            }
+        }
+        let stripe = Cluster { axis: "column", from: 16, to: 32, failing: 128, elements: 128 };
+        assert_eq!(tally.clusters(Output::Dw1), [stripe]);
+    }
+}
