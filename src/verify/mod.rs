@@ -1,1 +1,134 @@
-//! The campaign: random problems through both paths, judged by every oracle.
+//! The main job: random problems through both paths, every result judged by every oracle.
+//!
+//! ```text
+//! case ─ problem ─┬─ standard autograd, f64 ─┐
+//!                 ├─ SonicMoE, f64 ──────────┴─▶ two derivations of the truth agree
+//!                 └─ SonicMoE, storage type ───▶ examine: kernels, layer, exact claims
+//! ```
+//!
+//! [`examine`] judges one engine on one problem and is what any other engine (a GPU, one's own)
+//! is fed to; [`campaign`] draws the problems and adds the findings up, claim by claim.
+
+mod agreement;
+mod claim;
+mod examine;
+
+pub use agreement::agreement;
+pub use claim::{Claim, Finding, Section, Tally};
+pub use examine::{Examination, examine};
+
+use std::collections::BTreeMap;
+
+use half::{bf16, f16};
+use rayon::prelude::*;
+
+use crate::case::campaign::{self, Fixed};
+use crate::case::strategy::Limits;
+use crate::case::{Case, Class};
+use crate::element::{DType, Element};
+use crate::error::Result;
+use crate::oracle::Verdict;
+use crate::sonic::cpu::CpuEngine;
+
+/// What a campaign draws.
+#[derive(Clone, Copy, Debug)]
+pub struct Campaign {
+    /// The seed of all cases.
+    pub seed: u64,
+    /// The index of the first case.
+    pub first: u64,
+    /// How many cases.
+    pub cases: u64,
+    /// What every case has in common.
+    pub fixed: Fixed,
+    /// The storage type under judgement.
+    pub dtype: DType,
+}
+
+/// A claim that failed on a case.
+#[derive(Clone, Debug)]
+pub struct Failure {
+    /// The index of the case in its campaign.
+    pub index: u64,
+    /// The case.
+    pub case: Case,
+    /// What was found.
+    pub finding: Finding,
+}
+
+/// What a campaign found.
+#[derive(Clone, Debug, Default)]
+pub struct Findings {
+    /// Cases that ran.
+    pub cases: u64,
+    /// How many of them belong to each class.
+    pub classes: BTreeMap<Class, u64>,
+    /// Every claim with what its cases came to.
+    pub claims: BTreeMap<Claim, Tally>,
+    /// Every failure, in the order of cases.
+    pub failures: Vec<Failure>,
+}
+
+impl Findings {
+    /// One verdict on everything; incomplete if the cases met no claim at all.
+    pub fn verdict(&self) -> Verdict {
+        self.claims.values().filter(|tally| tally.met()).map(Tally::verdict).max().unwrap_or(Verdict::Incomplete)
+    }
+
+    fn add(&mut self, index: u64, case: &Case, examined: Vec<Finding>, classes: impl IntoIterator<Item = Class>) {
+        self.cases += 1;
+        for class in classes {
+            *self.classes.entry(class).or_default() += 1;
+        }
+        for finding in examined {
+            if finding.failing > 0 {
+                self.failures.push(Failure { index, case: case.clone(), finding: finding.clone() });
+            }
+            self.claims.entry(finding.claim.clone()).or_default().add(finding);
+        }
+    }
+}
+
+/// Cases examined side by side; their findings are added up in order, so that the result does not
+/// depend on the number of threads.
+const BATCH: u64 = 16;
+
+/// Runs a campaign on the CPU; `progress` is told how many cases are done.
+///
+/// # Errors
+/// The first case that an engine refuses: cases are drawn so that none does.
+pub fn campaign(campaign: &Campaign, mut progress: impl FnMut(u64)) -> Result<Findings> {
+    let mut findings = Findings::default();
+    let end = campaign.first + campaign.cases;
+    for start in (campaign.first..end).step_by(BATCH as usize) {
+        let batch: Vec<_> = (start..end.min(start + BATCH))
+            .into_par_iter()
+            .map(|index| {
+                let case = campaign::case(campaign.seed, index, Limits::SMALL, campaign.fixed);
+                examine_case(&case, campaign.dtype).map(|(findings, classes)| (index, case, findings, classes))
+            })
+            .collect();
+        for examined in batch {
+            let (index, case, examined, classes) = examined?;
+            findings.add(index, &case, examined, classes);
+        }
+        progress(findings.cases);
+    }
+    Ok(findings)
+}
+
+fn examine_case(case: &Case, dtype: DType) -> Result<(Vec<Finding>, Vec<Class>)> {
+    match dtype {
+        DType::F64 => examine_stored::<f64>(case, &CpuEngine::<f64>::new()),
+        DType::F32 => examine_stored::<f32>(case, &CpuEngine::<f32>::new()),
+        DType::BF16 => examine_stored::<bf16>(case, &CpuEngine::<f32>::new()),
+        DType::F16 => examine_stored::<f16>(case, &CpuEngine::<f32>::new()),
+    }
+}
+
+fn examine_stored<S: Element>(case: &Case, engine: &dyn crate::Engine<S>) -> Result<(Vec<Finding>, Vec<Class>)> {
+    let problem = case.problem::<S>()?;
+    let Examination { routing, mut findings } = examine(engine, &problem)?;
+    findings.extend(agreement(&case.problem::<f64>()?)?);
+    Ok((findings, case.classes(&routing).into_iter().collect()))
+}

@@ -1,0 +1,202 @@
+//! `sonicmoe verify`: the main job on the command line.
+
+use std::io::IsTerminal;
+
+use clap::Args;
+use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::json;
+
+use crate::activation::Activation;
+use crate::case::Class;
+use crate::case::campaign::Fixed;
+use crate::element::DType;
+use crate::error::Result;
+use crate::oracle::Verdict;
+use crate::report::{Align, Table, count, number};
+use crate::shape::Shape;
+use crate::verify::{Campaign, Findings, campaign};
+
+/// Draws random MoE layers, runs them through standard autograd and through SonicMoE, and judges
+/// every result.
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  sonicmoe verify                                  200 problems in bf16, under a minute
+  sonicmoe verify --dtype f32 --cases 1000
+  sonicmoe verify --shape 2048,256,128,16,4 --activation geglu --cases 5
+  sonicmoe verify --seed 7 --first 123 --cases 1   repeats one case of a campaign
+
+Exit code: 0 all claims hold, 1 a number is wrong, 2 bad input, 4 a claim was not judged.")]
+pub struct VerifyArgs {
+    /// How many problems to draw
+    #[arg(long, default_value_t = 200)]
+    cases: u64,
+    /// The seed of the campaign
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// The index of the first case: a failing case is repeated by its index
+    #[arg(long, default_value_t = 0)]
+    first: u64,
+    /// Draw only this size: T,d,n,E,K
+    #[arg(long)]
+    shape: Option<Shape>,
+    /// The storage type of the SonicMoE path under judgement
+    #[arg(long, default_value = "bf16")]
+    dtype: DType,
+    /// Draw only this activation
+    #[arg(long)]
+    activation: Option<Activation>,
+    /// Print JSON instead of a table
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs the campaign, prints what it found, and returns the verdict.
+///
+/// # Errors
+/// A size that cannot be drawn.
+pub fn verify(args: &VerifyArgs) -> Result<Verdict> {
+    let plan = Campaign {
+        seed: args.seed,
+        first: args.first,
+        cases: args.cases,
+        fixed: Fixed { shape: args.shape, activation: args.activation },
+        dtype: args.dtype,
+    };
+    let bar = if std::io::stderr().is_terminal() && !args.json {
+        ProgressBar::new(args.cases).with_style(
+            ProgressStyle::with_template("{bar:40} {pos}/{len} problems, {eta} left")
+                .unwrap_or_else(|_| ProgressStyle::default_bar()),
+        )
+    } else {
+        ProgressBar::hidden()
+    };
+    let findings = campaign(&plan, |done| bar.set_position(done))?;
+    bar.finish_and_clear();
+    let verdict = findings.verdict();
+    if args.json {
+        println!("{}", as_json(&plan, &findings));
+    } else {
+        print!("{}", as_text(&plan, &findings));
+    }
+    Ok(verdict)
+}
+
+fn as_text(plan: &Campaign, findings: &Findings) -> String {
+    let mut text = format!(
+        "{} random MoE layers (seed {}), SonicMoE on the CPU in {} with {} sums, judged against f64.\n\n",
+        findings.cases,
+        plan.seed,
+        plan.dtype,
+        if plan.dtype == DType::F64 { DType::F64 } else { DType::F32 },
+    );
+    text += "drawn among them: ";
+    let drawn = |class: Class| format!("{} {}", findings.classes.get(&class).unwrap_or(&0), class.name());
+    text += &Class::ALL.map(drawn).join(" · ");
+    text += "\n\n\
+        error  |result − truth| of the worst element       ratio  error / bound: above 1 is a failure\n\
+        bound  what a correct engine cannot exceed there   floor  the smallest uniform relative error\n       \
+        (from the shapes and the number types)             that would have failed\n\n";
+
+    let mut table = Table::new([
+        ("claim", Align::Left),
+        ("cases", Align::Right),
+        ("judged", Align::Right),
+        ("error", Align::Right),
+        ("bound", Align::Right),
+        ("ratio", Align::Right),
+        ("floor", Align::Right),
+        ("", Align::Left),
+    ]);
+    let mut section = None;
+    for (claim, tally) in &findings.claims {
+        if section.replace(claim.section) != Some(claim.section) {
+            table.section(claim.section.title());
+        }
+        let (error, bound, ratio) = match &tally.worst {
+            Some(worst) => {
+                (number((worst.value - worst.reference).abs()), number(worst.bound), number(worst.ratio))
+            }
+            None => ("—".to_owned(), "exact".to_owned(), "—".to_owned()),
+        };
+        let floor = if tally.floor.is_finite() { number(tally.floor) } else { "—".to_owned() };
+        let mut outcome = if tally.met() { tally.verdict().name().to_lowercase() } else { "not met".to_owned() };
+        if tally.failing > 0 {
+            outcome += &format!(", {} wrong", count(tally.failing));
+        }
+        if tally.skipped > 0 {
+            outcome += &format!(", {} beyond the type's range not judged", count(tally.skipped));
+        }
+        let judged = count(tally.judged);
+        table.row([claim.subject.to_string(), tally.cases.to_string(), judged, error, bound, ratio, floor, outcome]);
+    }
+    text += &table.to_string();
+
+    for failure in findings.failures.iter().take(8) {
+        let claim = &failure.finding.claim;
+        text += &format!(
+            "\n{} / {}\n  {}\n  case {}: {}\n  repeat: sonicmoe verify --seed {} --first {} --cases 1 --dtype {}{}\n",
+            claim.section.title(),
+            claim.subject,
+            failure.finding.explanation,
+            failure.index,
+            failure.case,
+            plan.seed,
+            failure.index,
+            plan.dtype,
+            held_fixed(plan),
+        );
+    }
+    let met: Vec<_> = findings.claims.values().filter(|tally| tally.met()).collect();
+    let (held, total) = (met.iter().filter(|tally| tally.verdict() == Verdict::Pass).count(), met.len());
+    text += &format!("\n{}: {held} of {total} claims hold on {} problems.\n", findings.verdict(), findings.cases);
+    text
+}
+
+fn held_fixed(plan: &Campaign) -> String {
+    let shape = plan.fixed.shape.map(|shape| format!(" --shape {shape}"));
+    let activation = plan.fixed.activation.map(|activation| format!(" --activation {activation}"));
+    shape.into_iter().chain(activation).collect()
+}
+
+fn as_json(plan: &Campaign, findings: &Findings) -> String {
+    let claims: Vec<_> = findings
+        .claims
+        .iter()
+        .map(|(claim, tally)| {
+            let worst = tally.worst.as_ref().map(|worst| {
+                json!({
+                    "at": worst.at, "value": finite(worst.value), "reference": finite(worst.reference),
+                    "bound": finite(worst.bound), "ratio": finite(worst.ratio),
+                })
+            });
+            json!({
+                "section": claim.section.title(), "claim": claim.subject, "cases": tally.cases,
+                "judged": tally.judged, "skipped": tally.skipped, "failing": tally.failing,
+                "worst": worst, "floor": finite(tally.floor), "verdict": tally.verdict().name(),
+            })
+        })
+        .collect();
+    let failures: Vec<_> = findings
+        .failures
+        .iter()
+        .map(|failure| {
+            json!({
+                "claim": failure.finding.claim.subject, "index": failure.index,
+                "case": failure.case.to_string(), "explanation": failure.finding.explanation,
+            })
+        })
+        .collect();
+    let classes: serde_json::Map<_, _> =
+        Class::ALL.iter().map(|class| (class.name().to_owned(), json!(findings.classes.get(class).unwrap_or(&0)))).collect();
+    json!({
+        "seed": plan.seed, "first": plan.first, "cases": findings.cases, "dtype": plan.dtype.name(),
+        "classes": classes, "claims": claims, "failures": failures, "verdict": findings.verdict().name(),
+    })
+    .to_string()
+}
+
+/// JSON has no infinities: they become null.
+fn finite(value: f64) -> serde_json::Value {
+    if value.is_finite() { json!(value) } else { serde_json::Value::Null }
+}
