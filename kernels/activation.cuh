@@ -43,7 +43,8 @@ template <u32 kActivation>
 __device__ __forceinline__ ValueAndSlope activate_with_slope(f32 x) {
     if constexpr (kActivation == SONIC_SWIGLU || kActivation == SONIC_SILU) {
         f32 s = sigmoid(x);
-        return {x * s, s * (1.0f + x * (1.0f - s))};
+        f32 value = x * s;
+        return {value, s + value * (1.0f - s)};
     } else if constexpr (kActivation == SONIC_GEGLU_ERF || kActivation == SONIC_GELU_ERF) {
         // Φ(x) = erfc(−x/√2)/2 keeps its relative accuracy for negative x; f′ = Φ + x·φ.
         f32 phi_integral = 0.5f * erfcf(x * -0.70710678118654752f);

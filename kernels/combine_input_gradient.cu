@@ -1,7 +1,7 @@
 // Kernel 8, combine: dx[t] = Σ over token t's rows of dx_expanded[row].
 //
 // grid     max(1, ⌈tokens · (d / 8) / COMBINE_THREADS⌉)
-// block    COMBINE_THREADS (256)
+// block    COMBINE_THREADS (128)
 // shared   0 dynamic
 // cluster  1
 #include "combine.cuh"

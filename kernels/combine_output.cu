@@ -1,7 +1,7 @@
 // Kernel 3, combine: o[t] = Σ over token t's rows of score · y[row].
 //
 // grid     max(1, ⌈tokens · (d / 8) / COMBINE_THREADS⌉)
-// block    COMBINE_THREADS (256)
+// block    COMBINE_THREADS (128)
 // shared   0 dynamic
 // cluster  1
 #include "combine.cuh"

@@ -1,10 +1,9 @@
 // Kernel 4: G = dO[token] W2 stays in registers; from it and the cached H come dH, A′ and dS.
 // A grouped GEMM over token counts that gathers dout.
 //
-//   a_map         unused
-//   b_map         w2 (E, d, n): MN-major, the contraction runs over its rows
+//   maps.b        w2 (E, d, n): MN-major, the contraction runs over its rows
 //   p.gathered    dout (T, d)        p.row_token  token of each row
-//   p.h           h (R, 2n), ungated (R, n)
+//   p.h           h (R, 2n), ungated (R, n); comes in through maps.h
 //   p.scores      s [R] in row order
 //   p.out         dh (R, 2n) or (R, n) = act′(s·G; h)
 //   p.activation  a′ (R, n) = s·A, A recomputed in f32 from the stored h
@@ -13,13 +12,13 @@
 //   p.n = n, p.k = d
 #include "activation.cuh"
 #include "sm90/grouped_gemm.cuh"
-#include "sm90/row_store.cuh"
+#include "sm90/row_box.cuh"
 
 #ifndef SONIC_TILE_N
 #define SONIC_TILE_N 256
 #endif
 #ifndef SONIC_STAGES
-#define SONIC_STAGES 4
+#define SONIC_STAGES 3
 #endif
 #ifndef SONIC_CLUSTER
 #define SONIC_CLUSTER 1
@@ -30,100 +29,112 @@
 
 namespace sonic {
 
-constexpr bool kGated = kActivationIsGated<SONIC_ACTIVATION>;
-
-// 32 columns of G at a time: the warp's 16 rows of H come in as 16-byte chunks, one part ahead in
-// registers, and pass through the staging area to the accumulator's layout; dH takes H's place there.
+// 32 columns of G at a time. The warp's 16 rows of H come in by TMA, up to four boxes ahead and the
+// first ones during the main loop; dH takes H's place in the box and leaves by TMA.
 class DownBackwardEpilogue {
   public:
+    static constexpr bool kGated = kActivationIsGated<SONIC_ACTIVATION>;
+    static constexpr Rows kRows = kGated ? Rows::kGatheredEvenOdd : Rows::kGathered;
     static constexpr u32 kPart = 32;
     static constexpr u32 kHColumns = kGated ? 2 * kPart : kPart;
-    static constexpr u32 kHPitch = kHColumns * 2 + 32;  // 8-byte accesses of four rows meet no bank twice
-    static constexpr u32 kHBytes = 16 * kHPitch;
-    static constexpr u32 kAPitch = kPart * 2 + 16;
-    static constexpr u32 kStaging = kHBytes + 16 * kAPitch;
-    static constexpr u32 kLanesPerRow = kHColumns / 8;
-    static constexpr u32 kRowsAtOnce = 32 / kLanesPerRow;
-    static constexpr u32 kLoads = 16 / kRowsAtOnce;
+    static constexpr u32 kHBoxColumns = kHColumns;
+    static constexpr u32 kOutBoxColumns = kHColumns;
+    static constexpr u32 kActivationBoxColumns = kPart;
+    static constexpr u32 kHBoxes = 4;
+    static constexpr u32 kBarriers = kHBoxes;
 
-    __device__ __forceinline__ DownBackwardEpilogue(const GroupedGemmParams& p, u8* staging)
-        : p_(p), staging_(shared_address(staging)), h_stride_(kGated ? 2 * p.n : p.n) {}
+    struct alignas(1024) Shared {
+        u8 h[kHBoxes][kBoxBytes<kHColumns>];
+        u8 a[2][kBoxBytes<kPart>];
+    };
 
-    // H of this warp's rows starts towards L2 while the product is computed.
-    __device__ __forceinline__ void begin(const Tile& tile, i32 group_row, i32 group_rows) {
-        i32 line = i32(threadIdx.x / 32 % 4) * 16 + i32(lane_index());
-        if (lane_index() < 16 && line < group_rows) {
-            i32 column = kGated ? 2 * tile.column : tile.column;
-            i32 width = min_of(h_stride_ - column, i32(SONIC_TILE_N * kHColumns / kPart));
-            prefetch_l2(p_.h + i64(group_row + line) * h_stride_ + column, u32(width) * 2);
+    __device__ __forceinline__ DownBackwardEpilogue(const GroupedGemmMaps& maps, const GroupedGemmParams& p, Shared& shared,
+                                                    u64* full)
+        : p_(p),
+          maps_(maps),
+          shared_(shared),
+          full_(full),
+          dh_{&maps.out, p.out, kGated ? 2 * p.n : p.n},
+          a_{&maps.activation, p.activation, p.n},
+          upper_(row_of_line<kRows>(lane_index() / 4)) {}
+
+    __device__ __forceinline__ void begin(const Tile& tile, i32 row, i32 rows) {
+        tile_ = tile;
+        row_ = row;
+        rows_ = rows;
+        i32 width = min_of(p_.n - tile.column, i32(SONIC_TILE_N));
+        parts_ = rows > 0 ? ceil_div(u32(width), kPart) : 0;
+    }
+
+    __device__ __forceinline__ void overlap() {
+        if (lane_index() == 0) {
+            store_wait_read<0>();
+            for (u32 part = 0; part < min_of(parts_, kHBoxes); ++part) load_h(part);
         }
+        __syncwarp();
     }
 
     template <u32 kCount>
-    __device__ __forceinline__ void finish(f32 (&acc)[kCount], const Tile& tile, i32 group_row, i32 group_rows) {
-        constexpr u32 kParts = kCount / 16;
-        i32 warp_row = i32(threadIdx.x / 32 % 4) * 16;
-        i64 row = group_row + warp_row;
-        i32 rows = group_rows - warp_row;
-        if (rows <= 0) return;
-        i32 upper = i32(lane_index() / 4), lower = upper + 8;
-        f32 score_upper = upper < rows ? __ldg(p_.scores + row + upper) : 0.0f;
-        f32 score_lower = lower < rows ? __ldg(p_.scores + row + lower) : 0.0f;
+    __device__ __forceinline__ void finish(f32 (&acc)[kCount]) {
+        if (rows_ <= 0) return;
+        i32 upper = i32(upper_), lower = upper + 8;
+        f32 score_upper = upper < rows_ ? __ldg(p_.scores + row_ + upper) : 0.0f;
+        f32 score_lower = lower < rows_ ? __ldg(p_.scores + row_ + lower) : 0.0f;
         f32 ds_upper = 0.0f, ds_lower = 0.0f;
-        Chunk h[kLoads];
-        load_h(h, row, rows, tile.column);
 #pragma unroll
-        for (u32 part = 0; part < kParts; ++part) {
-            i32 column = tile.column + i32(part * kPart);
-            if (column >= p_.n) break;
-            place_h(h);
-            if (part + 1 < kParts) load_h(h, row, rows, column + i32(kPart));
+        for (u32 part = 0; part < kCount / 16; ++part) {
+            if (part >= parts_) break;
+            u32 slot = used_ % kHBoxes;
+            u32 h_box = shared_address(shared_.h[slot]);
+            u32 a_box = shared_address(shared_.a[used_ % 2]);
+            barrier_wait(&full_[slot], (used_ / kHBoxes) % 2, Role::kEpilogue, slot, p_.status);
             __syncwarp();
             u32 a_pairs[8];
 #pragma unroll
             for (u32 j = 0; j < 4; ++j) {
                 const f32* g = acc + part * 16 + 4 * j;
-                a_pairs[2 * j] = backward_pair(j, upper, g[0], g[1], score_upper, ds_upper);
-                a_pairs[2 * j + 1] = backward_pair(j, lower, g[2], g[3], score_lower, ds_lower);
+                a_pairs[2 * j] = backward_pair(h_box, j, upper_, g[0], g[1], score_upper, ds_upper);
+                a_pairs[2 * j + 1] = backward_pair(h_box, j, upper_ + 8, g[2], g[3], score_lower, ds_lower);
             }
-            u32 a_staging = staging_ + kHBytes;
-            u32 address = a_staging + (lane_index() % 16) * kAPitch + (lane_index() / 16) * 16;
-            store_matrix_x4(address, a_pairs[0], a_pairs[1], a_pairs[2], a_pairs[3]);
-            store_matrix_x4(address + 32, a_pairs[4], a_pairs[5], a_pairs[6], a_pairs[7]);
-            __syncwarp();
-            store_staged<kHColumns, kHPitch>(staging_, p_.out, row, rows, kGated ? 2 * column : column, h_stride_);
-            store_staged<kPart, kAPitch>(a_staging, p_.activation, row, rows, column, p_.n);
+            write_box<kPart>(a_box, a_pairs, row_of_line<kRows>(lane_index() % 16));
+            publish_box();
+            i32 column = tile_.column + i32(part * kPart);
+            store_box<kHColumns>(h_box, dh_, row_, rows_, kGated ? 2 * column : column);
+            store_box<kPart>(a_box, a_, row_, rows_, column);
+            ++used_;
+            if (lane_index() == 0) {
+                store_commit();
+                // The boxes of the part before this one have left: the next but two comes in.
+                store_wait_read<1>();
+                if (part >= 1 && part + kHBoxes - 1 < parts_) load_h(part + kHBoxes - 1);
+            }
             __syncwarp();
         }
-        store_ds(tile, row, rows, upper, ds_upper);
-        store_ds(tile, row, rows, lower, ds_lower);
+        store_ds(upper, ds_upper);
+        store_ds(lower, ds_lower);
+    }
+
+    __device__ __forceinline__ void drain() {
+        if (lane_index() == 0) store_wait<0>();
     }
 
   private:
-    __device__ __forceinline__ void load_h(Chunk (&h)[kLoads], i64 row, i32 rows, i32 column) const {
-        u32 line = lane_index() / kLanesPerRow;
-        i32 h_column = (kGated ? 2 * column : column) + i32(lane_index() % kLanesPerRow * 8);
-        const bf16* source = p_.h + (row + line) * i64(h_stride_) + h_column;
-#pragma unroll
-        for (u32 i = 0; i < kLoads; ++i) {
-            bool exists = h_column < h_stride_ && i32(line + i * kRowsAtOnce) < rows;
-            h[i] = exists ? load_global_16(source + i64(i * kRowsAtOnce) * h_stride_) : Chunk{0, 0, 0, 0};
-        }
-    }
-
-    __device__ __forceinline__ void place_h(const Chunk (&h)[kLoads]) const {
-        u32 line = lane_index() / kLanesPerRow;
-        u32 target = staging_ + line * kHPitch + lane_index() % kLanesPerRow * 16;
-#pragma unroll
-        for (u32 i = 0; i < kLoads; ++i) store_shared_16(target + i * kRowsAtOnce * kHPitch, h[i]);
+    // Lane 0: the box of `part` of the current tile, whose slot is free. Rows beyond the expert's end
+    // bring the next expert's H, which no stored value depends on.
+    __device__ __forceinline__ void load_h(u32 part) {
+        u32 slot = loaded_ % kHBoxes;
+        i32 column = tile_.column + i32(part * kPart);
+        barrier_arrive_expect(&full_[slot], kBoxBytes<kHColumns>);
+        tma_load_2d(shared_.h[slot], &maps_.h, &full_[slot], kGated ? 2 * column : column, row_, kEvictFirst);
+        ++loaded_;
     }
 
     // Columns 8j + 2(l%4) + {0, 1} of one row: replaces h by dh, adds to ds, returns a′ packed.
-    __device__ __forceinline__ u32 backward_pair(u32 j, i32 line, f32 g0, f32 g1, f32 score, f32& ds) const {
+    __device__ __forceinline__ u32 backward_pair(u32 box, u32 j, u32 row, f32 g0, f32 g1, f32 score, f32& ds) const {
         u32 quad = lane_index() % 4;
         ActivationGradient first, second;
         if constexpr (kGated) {
-            u32 address = staging_ + u32(line) * kHPitch + j * 32 + quad * 8;
+            u32 address = (box + box_offset<64>(row, quad / 2) + quad % 2 * 8) ^ (j << 5);
             u32 h0, h1;
             asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(h0), "=r"(h1) : "r"(address) : "memory");
             first = activate_backward<SONIC_ACTIVATION>(low_f32(h0), high_f32(h0), score * g0);
@@ -132,7 +143,7 @@ class DownBackwardEpilogue {
                          ::"r"(address), "r"(pack_bf16(first.d_gate, first.d_up)),
                          "r"(pack_bf16(second.d_gate, second.d_up)) : "memory");
         } else {
-            u32 address = staging_ + u32(line) * kHPitch + j * 16 + quad * 4;
+            u32 address = box + box_offset<32>(row, j) + quad * 4;
             u32 h01;
             asm volatile("ld.shared.u32 %0, [%1];" : "=r"(h01) : "r"(address) : "memory");
             first = activate_backward<SONIC_ACTIVATION>(low_f32(h01), 0.0f, score * g0);
@@ -145,28 +156,38 @@ class DownBackwardEpilogue {
     }
 
     // The four lanes of a row add up in a fixed order.
-    __device__ __forceinline__ void store_ds(const Tile& tile, i64 row, i32 rows, i32 line, f32 ds) const {
+    __device__ __forceinline__ void store_ds(i32 line, f32 ds) const {
         ds += __shfl_xor_sync(0xffffffffu, ds, 1);
         ds += __shfl_xor_sync(0xffffffffu, ds, 2);
         i32 tiles = ceil_div(p_.n, i32(SONIC_TILE_N));
-        if (lane_index() % 4 == 0 && line < rows) p_.ds_partial[(row + line) * tiles + tile.column / SONIC_TILE_N] = ds;
+        if (lane_index() % 4 == 0 && line < rows_) {
+            p_.ds_partial[i64(row_ + line) * tiles + tile_.column / SONIC_TILE_N] = ds;
+        }
     }
 
     const GroupedGemmParams& p_;
-    u32 staging_;
-    i32 h_stride_;
+    const GroupedGemmMaps& maps_;
+    Shared& shared_;
+    u64* full_;  // per box: H has landed
+    BoxTarget dh_;
+    BoxTarget a_;
+    u32 upper_;  // the row of this lane's first accumulators
+    Tile tile_;
+    i32 row_;
+    i32 rows_;
+    u32 parts_;
+    u32 loaded_ = 0;  // boxes of H, over all tiles; lane 0
+    u32 used_ = 0;
 };
 
-using Config = GemmConfig<SONIC_TILE_N, SONIC_STAGES, SONIC_CLUSTER, true, Major::kMN, SONIC_BAND,
-                          DownBackwardEpilogue::kStaging>;
+using Config = GemmConfig<SONIC_TILE_N, SONIC_STAGES, SONIC_CLUSTER, DownBackwardEpilogue::kRows, Major::kMN, SONIC_BAND>;
 
 }  // namespace sonic
 
-SONIC_LAUNCH_GEOMETRY(sonic::Config);
+SONIC_LAUNCH_GEOMETRY(sonic::Config, sonic::DownBackwardEpilogue);
 
 extern "C" __global__ void __launch_bounds__(sonic::kGemmThreads, 1)
-    down_backward_activation(const __grid_constant__ sonic::TensorMap a_map, const __grid_constant__ sonic::TensorMap b_map,
-                             const __grid_constant__ sonic::GroupedGemmParams p) {
+    down_backward_activation(const __grid_constant__ sonic::GroupedGemmMaps maps, const __grid_constant__ sonic::GroupedGemmParams p) {
     extern __shared__ __align__(1024) sonic::u8 shared[];
-    sonic::grouped_gemm<sonic::Config, sonic::DownBackwardEpilogue>(shared, a_map, b_map, p);
+    sonic::grouped_gemm<sonic::Config, sonic::DownBackwardEpilogue>(shared, maps, p);
 }

@@ -1,7 +1,7 @@
 // Kernel 2: Y = A W2ᵀ (+ b2). A grouped GEMM over token counts on contiguous rows.
 //
-//   a_map   a (R, n)
-//   b_map   w2 (E, d, n), K-major
+//   maps.a   a (R, n)
+//   maps.b   w2 (E, d, n), K-major
 //   p.bias  b2 (E, d)
 //   p.out   y (R, d), rounded once after the bias
 //   p.n = d, p.k = n
@@ -26,15 +26,14 @@
 
 namespace sonic {
 
-using Config = GemmConfig<SONIC_TILE_N, SONIC_STAGES, SONIC_CLUSTER, false, Major::kK, SONIC_BAND, kStagingBytes>;
+using Config = GemmConfig<SONIC_TILE_N, SONIC_STAGES, SONIC_CLUSTER, Rows::kContiguous, Major::kK, SONIC_BAND>;
 
 }  // namespace sonic
 
-SONIC_LAUNCH_GEOMETRY(sonic::Config);
+SONIC_LAUNCH_GEOMETRY(sonic::Config, sonic::StoreEpilogue<SONIC_BIAS>);
 
 extern "C" __global__ void __launch_bounds__(sonic::kGemmThreads, 1)
-    down_forward(const __grid_constant__ sonic::TensorMap a_map, const __grid_constant__ sonic::TensorMap b_map,
-                 const __grid_constant__ sonic::GroupedGemmParams p) {
+    down_forward(const __grid_constant__ sonic::GroupedGemmMaps maps, const __grid_constant__ sonic::GroupedGemmParams p) {
     extern __shared__ __align__(1024) sonic::u8 shared[];
-    sonic::grouped_gemm<sonic::Config, sonic::StoreEpilogue<SONIC_BIAS>>(shared, a_map, b_map, p);
+    sonic::grouped_gemm<sonic::Config, sonic::StoreEpilogue<SONIC_BIAS>>(shared, maps, p);
 }

@@ -1,7 +1,7 @@
 // Kernel 6: dX̃ = dH W1. A grouped GEMM over token counts on contiguous rows.
 //
-//   a_map   dh (R, 2n), ungated (R, n)
-//   b_map   w1 (E, 2n, d), ungated (E, n, d): MN-major, the contraction runs over its rows
+//   maps.a   dh (R, 2n), ungated (R, n)
+//   maps.b   w1 (E, 2n, d), ungated (E, n, d): MN-major, the contraction runs over its rows
 //   p.out   dx_expanded (R, d)
 //   p.n = d, p.k = 2n or n
 #include "sm90/grouped_gemm.cuh"
@@ -22,15 +22,14 @@
 
 namespace sonic {
 
-using Config = GemmConfig<SONIC_TILE_N, SONIC_STAGES, SONIC_CLUSTER, false, Major::kMN, SONIC_BAND, kStagingBytes>;
+using Config = GemmConfig<SONIC_TILE_N, SONIC_STAGES, SONIC_CLUSTER, Rows::kContiguous, Major::kMN, SONIC_BAND>;
 
 }  // namespace sonic
 
-SONIC_LAUNCH_GEOMETRY(sonic::Config);
+SONIC_LAUNCH_GEOMETRY(sonic::Config, sonic::StoreEpilogue<false>);
 
 extern "C" __global__ void __launch_bounds__(sonic::kGemmThreads, 1)
-    up_backward_activation(const __grid_constant__ sonic::TensorMap a_map, const __grid_constant__ sonic::TensorMap b_map,
-                           const __grid_constant__ sonic::GroupedGemmParams p) {
+    up_backward_activation(const __grid_constant__ sonic::GroupedGemmMaps maps, const __grid_constant__ sonic::GroupedGemmParams p) {
     extern __shared__ __align__(1024) sonic::u8 shared[];
-    sonic::grouped_gemm<sonic::Config, sonic::StoreEpilogue<false>>(shared, a_map, b_map, p);
+    sonic::grouped_gemm<sonic::Config, sonic::StoreEpilogue<false>>(shared, maps, p);
 }

@@ -6,15 +6,21 @@
 // grid     blocks of all multiprocessors, a multiple of the cluster; any such number is right
 // block    WeightGemmShape::kThreads (384)
 // shared   WeightGemmShape::kDynamicSharedBytes dynamic
-// cluster  WEIGHT_GEMM_CLUSTER (2), set by the kernel itself
+// cluster  SONIC_CLUSTER (2), set by the kernel itself
 //
-// dh_map   dims (columns, max(R, 1)),  stride columns · 2 bytes,             box (64, kDepth), swizzle 128 B, zero fill
+// dh_map   dims (columns, max(R, 1)),  stride columns · 2 bytes,             box (64, 64), swizzle 128 B, zero fill
 // dw1_map  dims (d, columns, E),       strides d · 2, columns · d · 2 bytes, box (64, 64, 1), swizzle 128 B
 //
 // An expert without rows gets +0 in its whole dw1.
+#include "sm90/launch.cuh"
 #include "sm90/weight_gemm.cuh"
 
 using namespace sonic;
+
+extern "C" __constant__ u32 launch_geometry[kGeometryWords] = {
+    WeightGemmShape::kThreads, WeightGemmShape::kDynamicSharedBytes, WeightGemmShape::kCluster, WeightGemmShape::kTileM,
+    WeightGemmShape::kTileN,   WeightGemmShape::kDepth,              0,                         WeightGemmShape::kDepth,
+    1,                         WeightGemmShape::kStages};
 
 extern "C" __global__ void __cluster_dims__(WeightGemmShape::kCluster, 1, 1) __launch_bounds__(WeightGemmShape::kThreads, 1)
 up_backward_weight(const __grid_constant__ TensorMap dh_map,   // of dh

@@ -1,7 +1,6 @@
 // Kernel 1: H = X_e W1ᵀ (+ b1), A = act(H). A grouped GEMM over token counts that gathers x.
 //
-//   a_map     unused
-//   b_map     w1 (E, 2n, d), interleaved gate first; (E, n, d) without a gate
+//   maps.b      w1 (E, 2n, d), interleaved gate first; (E, n, d) without a gate; K-major
 //   p.gathered  x (T, d)            p.row_token  token of each row
 //   p.bias      b1 (E, 2n) or (E, n)
 //   p.out       h (R, 2n) or (R, n), rounded once from the f32 pre-activation
@@ -9,7 +8,7 @@
 //   p.n = 2n or n, p.k = d
 #include "activation.cuh"
 #include "sm90/grouped_gemm.cuh"
-#include "sm90/row_store.cuh"
+#include "sm90/row_box.cuh"
 #include "sm90/store_epilogue.cuh"
 
 #ifndef SONIC_BIAS
@@ -30,68 +29,114 @@
 
 namespace sonic {
 
-constexpr bool kGated = kActivationIsGated<SONIC_ACTIVATION>;
-
 class UpForwardEpilogue {
   public:
-    __device__ __forceinline__ UpForwardEpilogue(const GroupedGemmParams& p, u8* staging)
-        : p_(p), staging_(shared_address(staging)) {}
+    static constexpr bool kGated = kActivationIsGated<SONIC_ACTIVATION>;
+    static constexpr u32 kBarriers = 0;
+    static constexpr u32 kHBoxColumns = 0;
+    static constexpr u32 kOutBoxColumns = 64;
+    static constexpr u32 kActivationBoxColumns = 32;
+    // 64 columns of h give 32 of a, or 64 without a gate.
+    static constexpr u32 kActivationBoxes = kGated ? 1 : 2;
 
-    __device__ __forceinline__ void begin(const Tile&, i32, i32) {}
+    struct alignas(1024) Shared {
+        u8 h[kBoxBytes<64>];
+        u8 a[kActivationBoxes][kBoxBytes<32>];
+    };
 
+    __device__ __forceinline__ UpForwardEpilogue(const GroupedGemmMaps& maps, const GroupedGemmParams& p, Shared& shared, u64*)
+        : p_(p),
+          h_{&maps.out, p.out, p.n},
+          a_{&maps.activation, p.activation, kGated ? p.n / 2 : p.n},
+          h_box_(shared_address(shared.h)),
+          a_box_(shared_address(shared.a)) {}
+
+    __device__ __forceinline__ void begin(const Tile& tile, i32 row, i32 rows) {
+        tile_ = tile;
+        row_ = row;
+        rows_ = rows;
+    }
+
+    __device__ __forceinline__ void overlap() {}
+
+    // Groups alternate between h and a, so that one younger group may be in flight when a box is
+    // written again: h leaves while a is computed, a while the next h is rounded.
     template <u32 kCount>
-    __device__ __forceinline__ void finish(f32 (&acc)[kCount], const Tile& tile, i32 group_row, i32 group_rows) {
-        i32 warp_row = i32(threadIdx.x / 32 % 4) * 16;
-        i64 row = group_row + warp_row;
-        i32 rows = group_rows - warp_row;
-        if (rows <= 0) return;
+    __device__ __forceinline__ void finish(f32 (&acc)[kCount]) {
+        if (rows_ <= 0) return;
 #pragma unroll
         for (u32 part = 0; part < kCount / 32; ++part) {
-            i32 column = tile.column + i32(part * 64);
+            i32 column = tile_.column + i32(part * 64);
             if (column >= p_.n) break;
             f32* values = acc + part * 32;
-            if constexpr (SONIC_BIAS) add_bias(values, p_, tile.expert, column);
-            round_and_store(staging_, values, p_.out, row, rows, column, p_.n);
-            store_activation(values, row, rows, column);
+            if constexpr (SONIC_BIAS) add_bias(values, p_, tile_.expert, column);
+            wait_for_box<1>();
+            round_into_box<64>(h_box_, values);
+            publish_box();
+            store_box<64>(h_box_, h_, row_, rows_, column);
+            commit_boxes();
+            store_activation(values, column);
+            commit_boxes();
         }
     }
 
+    __device__ __forceinline__ void drain() {
+        if (lane_index() == 0) store_wait<0>();
+    }
+
   private:
-    __device__ __forceinline__ void store_activation(const f32* values, i64 row, i32 rows, i32 column) {
+    __device__ __forceinline__ void store_activation(const f32* values, i32 column) {
         if constexpr (kGated) {
-            // Gate and up are neighbours in one thread: element 4j, 4j+1 gives column 4j + l%4 of a.
-            u32 address = staging_ + (lane_index() / 4) * kStagingPitch + (lane_index() % 4) * 2;
+            // Gate and up are neighbours in one thread: elements 4j, 4j+1 give column 4j + l%4 of a.
+            u32 pairs[8];
 #pragma unroll
             for (u32 j = 0; j < 8; ++j) {
-                f32 upper = activate<SONIC_ACTIVATION>(values[4 * j], values[4 * j + 1]);
-                f32 lower = activate<SONIC_ACTIVATION>(values[4 * j + 2], values[4 * j + 3]);
-                store_shared_2(address + j * 8, to_bf16(upper));
-                store_shared_2(address + j * 8 + 8 * kStagingPitch, to_bf16(lower));
+                pairs[j] = pack_bf16(activate<SONIC_ACTIVATION>(values[4 * j], values[4 * j + 1]),
+                                     activate<SONIC_ACTIVATION>(values[4 * j + 2], values[4 * j + 3]));
             }
-            __syncwarp();
-            store_staged<32, kStagingPitch>(staging_, p_.activation, row, rows, column / 2, p_.n / 2);
-            __syncwarp();
+            wait_for_box<1>();
+            u32 row = lane_index() / 4;
+            u32 upper = a_box_ + box_offset<32>(row, 0) + lane_index() % 4 * 2;
+            u32 lower = a_box_ + box_offset<32>(row + 8, 0) + lane_index() % 4 * 2;
+#pragma unroll
+            for (u32 j = 0; j < 8; ++j) {
+                u32 inside = (j / 2 << 4) ^ (j % 2 * 8);
+                store_shared_2(upper ^ inside, bf16{u16(pairs[j])});
+                store_shared_2(lower ^ inside, bf16{u16(pairs[j] >> 16)});
+            }
+            publish_box();
+            store_box<32>(a_box_, a_, row_, rows_, column / 2);
         } else {
             f32 activated[32];
 #pragma unroll
             for (u32 i = 0; i < 32; ++i) activated[i] = activate<SONIC_ACTIVATION>(values[i], 0.0f);
-            round_and_store(staging_, activated, p_.activation, row, rows, column, p_.n);
+            wait_for_box<1>();
+            round_into_box<32>(a_box_, activated);
+            round_into_box<32>(a_box_ + kBoxBytes<32>, activated + 16);
+            publish_box();
+            store_box<32>(a_box_, a_, row_, rows_, column);
+            if (column + 32 < p_.n) store_box<32>(a_box_ + kBoxBytes<32>, a_, row_, rows_, column + 32);
         }
     }
 
     const GroupedGemmParams& p_;
-    u32 staging_;
+    BoxTarget h_;
+    BoxTarget a_;
+    u32 h_box_;
+    u32 a_box_;
+    Tile tile_;
+    i32 row_;
+    i32 rows_;
 };
 
-using Config = GemmConfig<SONIC_TILE_N, SONIC_STAGES, SONIC_CLUSTER, true, Major::kK, SONIC_BAND, kStagingBytes>;
+using Config = GemmConfig<SONIC_TILE_N, SONIC_STAGES, SONIC_CLUSTER, Rows::kGathered, Major::kK, SONIC_BAND>;
 
 }  // namespace sonic
 
-SONIC_LAUNCH_GEOMETRY(sonic::Config);
+SONIC_LAUNCH_GEOMETRY(sonic::Config, sonic::UpForwardEpilogue);
 
 extern "C" __global__ void __launch_bounds__(sonic::kGemmThreads, 1)
-    up_forward(const __grid_constant__ sonic::TensorMap a_map, const __grid_constant__ sonic::TensorMap b_map,
-               const __grid_constant__ sonic::GroupedGemmParams p) {
+    up_forward(const __grid_constant__ sonic::GroupedGemmMaps maps, const __grid_constant__ sonic::GroupedGemmParams p) {
     extern __shared__ __align__(1024) sonic::u8 shared[];
-    sonic::grouped_gemm<sonic::Config, sonic::UpForwardEpilogue>(shared, a_map, b_map, p);
+    sonic::grouped_gemm<sonic::Config, sonic::UpForwardEpilogue>(shared, maps, p);
 }

@@ -55,14 +55,14 @@ __device__ __forceinline__ void tma_load_3d_multicast(void* shared, const Tensor
 
 // Stores a box from shared memory; the hardware clips it at the tensor's edges. Commit and wait are
 // per thread: the thread that stores is the thread that waits.
-__device__ __forceinline__ void tma_store_2d(const TensorMap* map, const void* shared, i32 c0, i32 c1) {
+__device__ __forceinline__ void tma_store_2d(const TensorMap* map, u32 shared, i32 c0, i32 c1) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];"
-                 ::"l"(map), "r"(shared_address(shared)), "r"(c0), "r"(c1) : "memory");
+                 ::"l"(map), "r"(shared), "r"(c0), "r"(c1) : "memory");
 }
 
-__device__ __forceinline__ void tma_store_3d(const TensorMap* map, const void* shared, i32 c0, i32 c1, i32 c2) {
+__device__ __forceinline__ void tma_store_3d(const TensorMap* map, u32 shared, i32 c0, i32 c1, i32 c2) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];"
-                 ::"l"(map), "r"(shared_address(shared)), "r"(c0), "r"(c1), "r"(c2) : "memory");
+                 ::"l"(map), "r"(shared), "r"(c0), "r"(c1), "r"(c2) : "memory");
 }
 
 // `bytes` contiguous bytes, a multiple of 16, both addresses 16-byte aligned.

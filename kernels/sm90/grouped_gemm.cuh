@@ -25,16 +25,32 @@ constexpr u32 kConsumerWarps = 8;
 constexpr u32 kProducerRegisters = 40;
 constexpr u32 kConsumerRegisters = 232;
 constexpr u32 kSharedLimit = 232448;
+// The step of the main loop after which an epilogue may start loading its own operands.
+constexpr i32 kOverlapStep = 2;
 
-template <u32 kTileN_, u32 kStages_, u32 kCluster_, bool kGatherA_, Major kMajorB_, u32 kBand_, u32 kStagingPerWarp_>
+// How the rows of A reach the product.
+enum class Rows : u32 {
+    kContiguous = 0,
+    kGathered = 1,
+    // Gathered, and within every eight lines of A line i holds row 2(i%4) + i/4, so that an epilogue
+    // which reads eight bytes a lane from a box with 128-byte lines meets no bank twice.
+    kGatheredEvenOdd = 2,
+};
+
+template <Rows kRows>
+__device__ __forceinline__ u32 row_of_line(u32 line) {
+    return kRows == Rows::kGatheredEvenOdd ? (line & ~7u) + 2 * (line % 4) + (line / 4) % 2 : line;
+}
+
+template <u32 kTileN_, u32 kStages_, u32 kCluster_, Rows kRows_, Major kMajorB_, u32 kBand_>
 struct GemmConfig {
     static constexpr u32 kTileN = kTileN_;
     static constexpr u32 kStages = kStages_;
     static constexpr u32 kCluster = kCluster_;
-    static constexpr bool kGatherA = kGatherA_;
+    static constexpr Rows kRows = kRows_;
+    static constexpr bool kGatherA = kRows != Rows::kContiguous;
     static constexpr Major kMajorB = kMajorB_;
     static constexpr u32 kBand = kBand_;
-    static constexpr u32 kStagingPerWarp = kStagingPerWarp_;
 
     static constexpr u32 kABytes = kTileM * kTileK * 2;
     static constexpr u32 kBBytes = kTileN * kTileK * 2;
@@ -48,24 +64,24 @@ struct GemmConfig {
     static_assert(kTileN % (64 * kCluster) == 0 && kTileN <= 256, "the B tile splits into 64-wide boxes");
 };
 
-template <class Config>
+// An epilogue declares `struct alignas(1024) Shared`, the shared memory of one consumer warp, and how
+// many barriers of one arrival that warp needs.
+template <class Config, class Epilogue>
 struct GemmShared {
     alignas(1024) u8 stage[Config::kStages][Config::kStageBytes];
-    alignas(128) u8 staging[kConsumerWarps][Config::kStagingPerWarp];
+    typename Epilogue::Shared epilogue[kConsumerWarps];
     u64 full[Config::kStages];
     u64 empty[Config::kStages];
+    u64 epilogue_full[kConsumerWarps][Epilogue::kBarriers + 1];
     TileRing ring;
 };
 
 // Fills the ring with this block's tiles.
-template <class Config>
+template <class Config, class Shared>
 class Producer {
   public:
-    using Shared = GemmShared<Config>;
-
-    __device__ __forceinline__ Producer(Shared& shared, const TensorMap& a_map, const TensorMap& b_map,
-                                        const GroupedGemmParams& p, u32 rank)
-        : shared_(shared), a_map_(a_map), b_map_(b_map), p_(p), rank_(rank), warp_(uniform(threadIdx.x / 32)) {}
+    __device__ __forceinline__ Producer(Shared& shared, const GroupedGemmMaps& maps, const GroupedGemmParams& p, u32 rank)
+        : shared_(shared), maps_(maps), p_(p), rank_(rank), warp_(uniform(threadIdx.x / 32)) {}
 
     __device__ __forceinline__ void run() {
         if constexpr (Config::kGatherA) {
@@ -112,21 +128,22 @@ class Producer {
         }
     }
 
-    // Lane l holds the token of row 32·warp + l of a tile; loaded one tile ahead of its use.
+    // Lane l holds the token of line 32·warp + l of a tile; loaded one tile ahead of its use.
     __device__ __forceinline__ i32 load_token(const Tile& tile) const {
         if constexpr (Config::kGatherA) {
-            i32 row = i32(warp_ * 32 + lane_index());
+            i32 row = i32(row_of_line<Config::kRows>(warp_ * 32 + lane_index()));
             if (tile.expert >= 0 && row < tile.rows) return __ldg(p_.row_token + tile.row + row);
         }
         return 0;
     }
 
-    // This lane copies chunk l%8 of rows 32·warp + 4i + l/8. Offsets count 16-byte chunks, so that
+    // This lane copies chunk l%8 of lines 32·warp + 4i + l/8. Offsets count 16-byte chunks, so that
     // 32 bits reach 64 GB of gathered rows.
     __device__ __forceinline__ void begin_gather(const Tile& tile, i32 token) {
         if constexpr (Config::kGatherA) {
             u32 chunks_per_row = u32(p_.k) / 8;
-            rows_here_ = tile.rows - i32(warp_ * 32 + lane_index() / 8);
+            bool exists = i32(row_of_line<Config::kRows>(warp_ * 32 + lane_index())) < tile.rows;
+            lines_ = __ballot_sync(0xffffffffu, exists) >> (lane_index() / 8);
 #pragma unroll
             for (u32 i = 0; i < 8; ++i) {
                 u32 row_token = u32(__shfl_sync(0xffffffffu, token, 4 * i + lane_index() / 8));
@@ -160,7 +177,7 @@ class Producer {
         u8* b = a + Config::kABytes;
         i32 k = step * i32(kTileK);
         barrier_arrive_expect(full, Config::kBBytes + (Config::kGatherA ? 0 : Config::kABytes));
-        if constexpr (!Config::kGatherA) tma_load_2d(a, &a_map_, full, k, tile.row);
+        if constexpr (!Config::kGatherA) tma_load_2d(a, &maps_.a, full, k, tile.row);
         if constexpr (Config::kMajorB == Major::kK) {
             load_b(b + rank_ * Config::kBBoxRows * 128, full, k, tile.column + i32(rank_ * Config::kBBoxRows), tile.expert);
         } else {
@@ -175,9 +192,9 @@ class Producer {
 
     __device__ __forceinline__ void load_b(u8* target, u64* full, i32 c0, i32 c1, i32 expert) {
         if constexpr (Config::kCluster > 1) {
-            tma_load_3d_multicast(target, &b_map_, full, c0, c1, expert, u16((1u << Config::kCluster) - 1), kEvictLast);
+            tma_load_3d_multicast(target, &maps_.b, full, c0, c1, expert, u16((1u << Config::kCluster) - 1), kEvictLast);
         } else {
-            tma_load_3d(target, &b_map_, full, c0, c1, expert, kEvictLast);
+            tma_load_3d(target, &maps_.b, full, c0, c1, expert, kEvictLast);
         }
     }
 
@@ -193,29 +210,29 @@ class Producer {
             // Four lines further down the swizzle flips bit 2 of the chunk index.
             u32 line = (target + (i / 2) * 1024 + (i % 2) * 512) ^ ((i % 2) * 64);
             u64 chunk = inside ? u64(source_[i]) + u64(u32(step) * 8) : 0;
-            if (rows_here_ > i32(4 * i)) copy_16(line, base + chunk * 16, inside);
+            if (lines_ >> (4 * i) & 1) copy_16(line, base + chunk * 16, inside);
         }
     }
 
     Shared& shared_;
-    const TensorMap& a_map_;
-    const TensorMap& b_map_;
+    const GroupedGemmMaps& maps_;
     const GroupedGemmParams& p_;
     u32 rank_;
     u32 warp_;
     RingPosition<Config::kStages> at_;
     u32 source_[8];
-    i32 rows_here_ = 0;
+    u32 lines_ = 0;  // bit 4i: this lane's i-th line has a row
 };
 
 // Multiplies the tiles of the ring and hands each 64 × kTileN accumulator to the epilogue.
 template <class Config, class Epilogue>
-__device__ __forceinline__ void consume(GemmShared<Config>& shared, const GroupedGemmParams& p, u32 rank) {
+__device__ __forceinline__ void consume(GemmShared<Config, Epilogue>& shared, const GroupedGemmMaps& maps,
+                                        const GroupedGemmParams& p) {
     constexpr u32 kAccumulators = Config::kTileN / 2;
     using Mma = Wgmma<Config::kTileN, Major::kK, Config::kMajorB>;
     u32 group = uniform(threadIdx.x / kWarpgroup) - 1;
     u32 warp = uniform(threadIdx.x / 32) - 4;
-    Epilogue epilogue(p, shared.staging[warp]);
+    Epilogue epilogue(maps, p, shared.epilogue[warp], shared.epilogue_full[warp]);
     RingPosition<Config::kStages> at;
     RingPosition<kTileRing> taken;
     i32 steps = ceil_div(p.k, i32(kTileK));
@@ -229,13 +246,13 @@ __device__ __forceinline__ void consume(GemmShared<Config>& shared, const Groupe
             if (lane_index() == 0) barrier_arrive_relaxed(&shared.empty[slot]);
         }
     };
-    (void)rank;
 
     for (;;) {
         Tile tile = shared.ring.read(taken, p.status);
         tile.expert = i32(uniform(u32(tile.expert)));
         if (tile.expert < 0) break;
         i32 group_rows = i32(uniform(u32(tile.rows - i32(group * 64))));
+        i32 warp_row = i32(group * 64 + warp % 4 * 16);
         if (group_rows <= 0) {
             // All 64 rows lie beyond the expert's end: let the stages pass.
             for (i32 step = 0; step < steps; ++step) {
@@ -245,7 +262,7 @@ __device__ __forceinline__ void consume(GemmShared<Config>& shared, const Groupe
             }
             continue;
         }
-        epilogue.begin(tile, tile.row + i32(group * 64), group_rows);
+        epilogue.begin(tile, tile.row + warp_row, tile.rows - warp_row);
         u32 previous = 0;
         for (i32 step = 0; step < steps; ++step) {
             u32 slot = at.slot;
@@ -262,32 +279,38 @@ __device__ __forceinline__ void consume(GemmShared<Config>& shared, const Groupe
             wgmma_commit();
             wgmma_wait<1>();
             if (step > 0) release(previous);
+            // The boxes of the last tile have left by now; its successor's operands may come in.
+            if (step == kOverlapStep) epilogue.overlap();
             previous = slot;
             at.advance();
         }
         wgmma_wait<0>();
         pin(acc);
         release(previous);
-        epilogue.finish(acc, tile, tile.row + i32(group * 64), group_rows);
+        if (steps <= kOverlapStep) epilogue.overlap();
+        epilogue.finish(acc);
     }
+    epilogue.drain();
 }
 
 template <class Config, class Epilogue>
-__device__ __forceinline__ void grouped_gemm(u8* dynamic_shared, const TensorMap& a_map, const TensorMap& b_map,
-                                             const GroupedGemmParams& p) {
-    using Shared = GemmShared<Config>;
+__device__ __forceinline__ void grouped_gemm(u8* dynamic_shared, const GroupedGemmMaps& maps, const GroupedGemmParams& p) {
+    using Shared = GemmShared<Config, Epilogue>;
     static_assert(sizeof(Shared) <= kSharedLimit, "too many stages for one block's shared memory");
     Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
     u32 rank = Config::kCluster > 1 ? cluster_rank() : 0;
     if (threadIdx.x == 0) {
         if (shared_address(dynamic_shared) % 1024 != 0) __trap();
-        if constexpr (!Config::kGatherA) prefetch_map(&a_map);
-        prefetch_map(&b_map);
+        if constexpr (!Config::kGatherA) prefetch_map(&maps.a);
+        prefetch_map(&maps.b);
         for (u32 i = 0; i < Config::kStages; ++i) {
             barrier_init(&shared.full[i], Config::kFullArrivals);
             barrier_init(&shared.empty[i], Config::kEmptyArrivals);
         }
         shared.ring.init(Config::kTileReaders);
+        for (u32 warp = 0; warp < kConsumerWarps; ++warp) {
+            for (u32 i = 0; i < Epilogue::kBarriers; ++i) barrier_init(&shared.epilogue_full[warp][i], 1);
+        }
         barrier_init_fence();
     }
     __syncthreads();
@@ -296,10 +319,10 @@ __device__ __forceinline__ void grouped_gemm(u8* dynamic_shared, const TensorMap
 
     if (threadIdx.x < kWarpgroup) {
         shrink_registers<kProducerRegisters>();
-        Producer<Config>(shared, a_map, b_map, p, rank).run();
+        Producer<Config, Shared>(shared, maps, p, rank).run();
     } else {
         grow_registers<kConsumerRegisters>();
-        consume<Config, Epilogue>(shared, p, rank);
+        consume<Config, Epilogue>(shared, maps, p);
     }
     // A block must outlive its peer's arrivals on its barriers.
     if constexpr (Config::kCluster > 1) cluster_barrier();
@@ -307,8 +330,9 @@ __device__ __forceinline__ void grouped_gemm(u8* dynamic_shared, const TensorMap
 
 }  // namespace sonic
 
-#define SONIC_LAUNCH_GEOMETRY(Config)                                                                       \
-    extern "C" __constant__ sonic::u32 launch_geometry[sonic::kGeometryWords] = {                           \
-        sonic::kGemmThreads, sizeof(sonic::GemmShared<Config>), Config::kCluster, sonic::kTileM,            \
-        Config::kTileN, sonic::kTileK, Config::kGatherA ? 0 : sonic::kTileM, Config::kBBoxRows,             \
-        Config::kMajorB == sonic::Major::kMN, Config::kStages}
+#define SONIC_LAUNCH_GEOMETRY(Config, Epilogue)                                                                     \
+    extern "C" __constant__ sonic::u32 launch_geometry[sonic::kGeometryWords] = {                                   \
+        sonic::kGemmThreads, sizeof(sonic::GemmShared<Config, Epilogue>), Config::kCluster, sonic::kTileM,          \
+        Config::kTileN, sonic::kTileK, Config::kGatherA ? 0 : sonic::kTileM, Config::kBBoxRows,                     \
+        Config::kMajorB == sonic::Major::kMN, Config::kStages, Epilogue::kHBoxColumns, Epilogue::kOutBoxColumns,    \
+        Epilogue::kActivationBoxColumns}

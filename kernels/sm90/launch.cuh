@@ -1,8 +1,7 @@
-// What the host and the grouped GEMM kernels agree on: parameters, geometry, tensor maps.
+// What the host and the grouped GEMM kernels agree on: tensor maps, parameters, geometry.
 //
 // Every kernel of this family has the signature
-//     (const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-//      const __grid_constant__ GroupedGemmParams p)
+//     (const __grid_constant__ GroupedGemmMaps maps, const __grid_constant__ GroupedGemmParams p)
 // and every module exports `launch_geometry`, a constant array of kGeometryWords u32 that the host
 // reads (cuModuleGetGlobal) instead of repeating tile sizes.
 //
@@ -10,18 +9,28 @@
 // geometry[kGeometryThreads], dynamic shared memory = geometry[kGeometrySharedBytes] (above 48 KB:
 // raise the function's limit first), cluster (geometry[kGeometryCluster], 1, 1).
 //
-// Tensor maps: bf16, 128-byte swizzle, no interleave, out-of-bounds fill zero, L2 promotion 256
-// bytes, element strides 1. Dimension 0 is the contiguous one.
-//   a_map   contiguous A (R, k): dims {k, R}, strides {2k bytes}, box {64, geometry[kGeometryABoxRows]}.
-//           A kernel that gathers A ignores a_map (pass zeros) and geometry[kGeometryABoxRows] is 0.
-//           With R = 0 nothing is read: launch nothing, or encode R as 1.
-//   b_map   K-major B (E, n, k): dims {k, n, E}, strides {2k, 2kn bytes}, box {64, geometry[kGeometryBBoxRows], 1}.
-//           MN-major B (E, k, n): dims {n, k, E}, strides {2n, 2nk bytes}, box {64, 64, 1}
-//           (geometry[kGeometryBBoxRows] is 64).
+// Tensor maps: bf16, no interleave, out-of-bounds fill zero, L2 promotion 256 bytes, element strides
+// 1, dimension 0 contiguous. The swizzle spans one line of the box: 128 bytes for 64 columns, 64 bytes
+// for 32. A map that a kernel does not use may be all zeros. With R = 0 launch nothing, or encode R as 1.
+//   a    contiguous A (R, k): dims {k, R}, strides {2k}, box {64, geometry[kGeometryABoxRows]}; unused
+//        by kernels that gather A (their word is 0)
+//   b    K-major B (E, n, k): dims {k, n, E}, strides {2k, 2kn}, box {64, geometry[kGeometryBBoxRows], 1}
+//        MN-major B (E, k, n): dims {n, k, E}, strides {2n, 2nk}, box {64, 64, 1}
+//   h    p.h (R, w): dims {w, R}, strides {2w}, box {geometry[kGeometryHBoxColumns], 16}; word 0: unused
+//   out  p.out (R, w): the same with geometry[kGeometryOutBoxColumns]
+//   activation  p.activation (R, n'): the same with geometry[kGeometryActivationBoxColumns]
 #pragma once
 #include "sm90/types.cuh"
 
 namespace sonic {
+
+struct GroupedGemmMaps {
+    TensorMap a;
+    TensorMap b;
+    TensorMap h;
+    TensorMap out;
+    TensorMap activation;
+};
 
 // Passed by value. `n` is the number of output columns of the product and `k` the contraction
 // length, both multiples of 8; rows are sorted by expert.
@@ -52,6 +61,9 @@ constexpr u32 kGeometryABoxRows = 6;
 constexpr u32 kGeometryBBoxRows = 7;
 constexpr u32 kGeometryBIsMNMajor = 8;
 constexpr u32 kGeometryStages = 9;
-constexpr u32 kGeometryWords = 10;
+constexpr u32 kGeometryHBoxColumns = 10;
+constexpr u32 kGeometryOutBoxColumns = 11;
+constexpr u32 kGeometryActivationBoxColumns = 12;
+constexpr u32 kGeometryWords = 13;
 
 }  // namespace sonic

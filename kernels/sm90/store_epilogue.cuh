@@ -1,7 +1,7 @@
 // The epilogue of a plain product: add the expert's bias in f32 if there is one, round once, store.
 #pragma once
 #include "sm90/launch.cuh"
-#include "sm90/row_store.cuh"
+#include "sm90/row_box.cuh"
 #include "sm90/tile_schedule.cuh"
 
 namespace sonic {
@@ -20,44 +20,68 @@ __device__ __forceinline__ void add_bias(f32* values, const GroupedGemmParams& p
     }
 }
 
-// Rounds 64 columns of an accumulator fragment and stores the rows that exist.
-__device__ __forceinline__ void round_and_store(u32 staging, const f32* values, bf16* out, i64 row, i32 rows, i32 column,
-                                                i32 stride) {
-    u32 pairs[16];
+// Rounds kColumns columns of an accumulator fragment and writes them into a box.
+template <u32 kColumns>
+__device__ __forceinline__ void round_into_box(u32 box, const f32* values) {
+    u32 pairs[kColumns / 4];
 #pragma unroll
-    for (u32 i = 0; i < 16; ++i) pairs[i] = pack_bf16(values[2 * i], values[2 * i + 1]);
-    stage_columns(staging, pairs);
-    __syncwarp();
-    store_staged<64, kStagingPitch>(staging, out, row, rows, column, stride);
-    __syncwarp();
+    for (u32 i = 0; i < kColumns / 4; ++i) pairs[i] = pack_bf16(values[2 * i], values[2 * i + 1]);
+    write_box<kColumns>(box, pairs, lane_index() % 16);
 }
 
 template <bool kBias>
 class StoreEpilogue {
   public:
-    __device__ __forceinline__ StoreEpilogue(const GroupedGemmParams& p, u8* staging)
-        : p_(p), staging_(shared_address(staging)) {}
+    static constexpr u32 kBarriers = 0;
+    static constexpr u32 kHBoxColumns = 0;
+    static constexpr u32 kOutBoxColumns = 64;
+    static constexpr u32 kActivationBoxColumns = 0;
 
-    __device__ __forceinline__ void begin(const Tile&, i32, i32) {}
+    struct alignas(1024) Shared {
+        u8 box[2][kBoxBytes<64>];
+    };
+
+    __device__ __forceinline__ StoreEpilogue(const GroupedGemmMaps& maps, const GroupedGemmParams& p, Shared& shared, u64*)
+        : p_(p), target_{&maps.out, p.out, p.n}, box_(shared_address(shared.box)) {}
+
+    // `row` is the warp's first row, `rows` how many of its 16 exist.
+    __device__ __forceinline__ void begin(const Tile& tile, i32 row, i32 rows) {
+        tile_ = tile;
+        row_ = row;
+        rows_ = rows;
+    }
+
+    __device__ __forceinline__ void overlap() {}
 
     template <u32 kCount>
-    __device__ __forceinline__ void finish(f32 (&acc)[kCount], const Tile& tile, i32 group_row, i32 group_rows) {
-        i32 warp_row = i32(threadIdx.x / 32 % 4) * 16;
-        i32 rows = group_rows - warp_row;
-        if (rows <= 0) return;
+    __device__ __forceinline__ void finish(f32 (&acc)[kCount]) {
+        if (rows_ <= 0) return;
 #pragma unroll
         for (u32 part = 0; part < kCount / 32; ++part) {
-            i32 column = tile.column + i32(part * 64);
+            i32 column = tile_.column + i32(part * 64);
             if (column >= p_.n) break;
             f32* values = acc + part * 32;
-            if constexpr (kBias) add_bias(values, p_, tile.expert, column);
-            round_and_store(staging_, values, p_.out, group_row + warp_row, rows, column, p_.n);
+            if constexpr (kBias) add_bias(values, p_, tile_.expert, column);
+            wait_for_box<1>();
+            round_into_box<64>(box_, values);
+            publish_box();
+            store_box<64>(box_, target_, row_, rows_, column);
+            commit_boxes();
+            box_ ^= kBoxBytes<64>;
         }
+    }
+
+    __device__ __forceinline__ void drain() {
+        if (lane_index() == 0) store_wait<0>();
     }
 
   private:
     const GroupedGemmParams& p_;
-    u32 staging_;
+    BoxTarget target_;
+    u32 box_;
+    Tile tile_;
+    i32 row_;
+    i32 rows_;
 };
 
 }  // namespace sonic

@@ -20,27 +20,13 @@
 #include "sm90/warp.cuh"
 #include "sm90/wgmma.cuh"
 
-// Rows of a stage, 32 or 64, and stages of the operand ring.
-#ifndef WEIGHT_GEMM_DEPTH
-#define WEIGHT_GEMM_DEPTH 64
-#endif
-#ifndef WEIGHT_GEMM_STAGES
-#define WEIGHT_GEMM_STAGES (256 / WEIGHT_GEMM_DEPTH)
+// Stages of the operand ring. Three leave room to stage a whole output tile, four for half of one.
+#ifndef SONIC_STAGES
+#define SONIC_STAGES 4
 #endif
 // Blocks of a cluster: 1 or 2.
-#ifndef WEIGHT_GEMM_CLUSTER
-#define WEIGHT_GEMM_CLUSTER 2
-#endif
-// Who orders the gathered cp.async writes (generic proxy) before wgmma's reads (async proxy):
-//   1  the consumer, between its wait and its wgmmas
-//   2  the producer, one stage late, once its own copies have landed
-#ifndef WEIGHT_GEMM_FENCE
-#define WEIGHT_GEMM_FENCE 1
-#endif
-
-// L2 hints: B and the output pass through L2 once, the gathered tokens come back for every expert that chose them.
-#ifndef WEIGHT_GEMM_HINTS
-#define WEIGHT_GEMM_HINTS 1
+#ifndef SONIC_CLUSTER
+#define SONIC_CLUSTER 2
 #endif
 
 namespace sonic {
@@ -51,9 +37,9 @@ enum class OutputOrder { kNContiguous, kMContiguous };
 struct WeightGemmShape {
     static constexpr u32 kTileM = 128;
     static constexpr u32 kTileN = 256;
-    static constexpr u32 kDepth = WEIGHT_GEMM_DEPTH;
-    static constexpr u32 kStages = WEIGHT_GEMM_STAGES;
-    static constexpr u32 kCluster = WEIGHT_GEMM_CLUSTER;
+    static constexpr u32 kDepth = 64;
+    static constexpr u32 kStages = SONIC_STAGES;
+    static constexpr u32 kCluster = SONIC_CLUSTER;
 
     // kDepth lines of 128 bytes, 64 features each: the unit of the operands' boxes and descriptors.
     static constexpr u32 kSlabBytes = kDepth * 128;
@@ -63,7 +49,7 @@ struct WeightGemmShape {
 
     // 64 × 64 blocks of staged output per consumer warpgroup; its part of a tile has four.
     static constexpr u32 kBlockBytes = 64 * 128;
-    static constexpr u32 kStagedBlocks = kStages * kDepth <= 192 ? 4 : 2;
+    static constexpr u32 kStagedBlocks = kStages <= 3 ? 4 : 2;
     static constexpr u32 kStagingBytes = 2 * kStagedBlocks * kBlockBytes;
 
     static constexpr u32 kThreads = 384;
@@ -73,11 +59,9 @@ struct WeightGemmShape {
     static_assert(kDynamicSharedBytes + kStaticSharedBytes <= 232448, "more shared memory than a block may have");
     static_assert(kCluster == 1 || kCluster == 2, "B's four slabs are shared by one or two blocks");
 
-    static_assert(kDepth == 32 || kDepth == 64, "a stage is two or four steps of 16 rows");
-
-    // 128 · (88 + 2 · 208) = 64512 of 65536 registers; ptxas allots 168 a thread at entry.
-    static constexpr u32 kProducerRegisters = 88;
-    static constexpr u32 kConsumerRegisters = 208;
+    // 128 · (120 + 2 · 192) = 64512 of 65536 registers; ptxas allots 168 a thread at entry.
+    static constexpr u32 kProducerRegisters = 120;
+    static constexpr u32 kConsumerRegisters = 192;
 };
 
 /// Where a tile lies: expert, first row of the expert, its row count, first M and N index of this block.
@@ -159,12 +143,18 @@ class WeightTiles {
     }
 };
 
-constexpr u64 kContiguousHint = WEIGHT_GEMM_HINTS ? kEvictFirst : kEvictNormal;
-constexpr u64 kOutputHint = WEIGHT_GEMM_HINTS ? kEvictFirst : kEvictNormal;
+// B and the output pass through L2 once; the gathered tokens come back for every expert that chose them.
+constexpr u64 kContiguousHint = kEvictFirst;
+constexpr u64 kOutputHint = kEvictFirst;
 
 __device__ __forceinline__ void tma_store_3d_hinted(const TensorMap* map, const void* shared, i32 c0, i32 c1, i32 c2) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group.L2::cache_hint [%0, {%2, %3, %4}], [%1], %5;"
                  ::"l"(map), "r"(shared_address(shared)), "r"(c0), "r"(c1), "r"(c2), "l"(kOutputHint) : "memory");
+}
+
+// As copy_16, for lines known to be inside: no size operand.
+__device__ __forceinline__ void copy_16_whole(u32 shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
 struct WeightGemmBarriers {
@@ -172,34 +162,27 @@ struct WeightGemmBarriers {
     u64 empty[WeightGemmShape::kStages];
 };
 
-/// The rows of A that this thread copies: 16 threads cover a line's 2 × 128 bytes, 8 lines are under way at a
-/// time, so a thread has lines t / 16 + 8 i, all with the same line mod 8 and thus one swizzle.
-struct Gather {
-    static constexpr u32 kLines = WeightGemmShape::kDepth / 8;
-    i32 token[kLines];
+/// The tokens of a warp's lines of two stages, one a lane: of every 8 lines, warp w copies lines 2 w and 2 w + 1.
+/// Line 8 i + 2 w + h of stage s is held by lane 16 s + 2 i + h. −1 marks a line beyond the expert's end.
+__device__ __forceinline__ i32 fetch_tokens(const i32* row_token, const WeightTile& tile, u32 first) {
+    const u32 lane = lane_index();
+    const u32 line = lane % 16 / 2 * 8 + 2 * (threadIdx.x / 32) + lane % 2;
+    const u32 row = first + lane / 16 * 64 + line;
+    return row < tile.rows ? __ldg(row_token + tile.first_row + row) : -1;
+}
 
-    /// −1 marks a line beyond the expert's end.
-    __device__ __forceinline__ void fetch(const i32* row_token, const WeightTile& tile, u32 first) {
-#pragma unroll
-        for (u32 i = 0; i < kLines; ++i) {
-            const u32 row = first + threadIdx.x / 16 + 8 * i;
-            token[i] = row < tile.rows ? __ldg(row_token + tile.first_row + row) : -1;
-        }
-    }
+/// The token of this thread's line of a step: the lower 16 lanes copy line 8 step + 2 w, the upper ones the next.
+template <u32 kStage>
+__device__ __forceinline__ i32 token_of_line(i32 tokens, u32 step) {
+    return __shfl_sync(0xffffffffu, tokens, kStage * 16 + 2 * step + lane_index() / 16);
+}
 
-    __device__ __forceinline__ void copy(u32 shared, const WeightGemmOperands& op, const WeightTile& tile) const {
-        const u32 chunk = threadIdx.x % 16;
-        const u32 feature = tile.m + chunk * 8;
-        const bool inside = feature < op.m;
-        const bf16* column = op.gathered + (inside ? feature : 0);
-        const u32 target = shared + chunk / 8 * WeightGemmShape::kSlabBytes + swizzled_offset(threadIdx.x / 16, chunk % 8);
-#pragma unroll
-        for (u32 i = 0; i < kLines; ++i) {
-            const bool valid = inside && token[i] >= 0;
-            copy_16(target + 1024 * i, column + (valid ? u64(u32(token[i])) * op.m : 0), valid);
-        }
-    }
-};
+/// Where in A's part of a stage this thread's lines go: 16 lanes cover a line's 2 × 128 bytes.
+__device__ __forceinline__ u32 gathered_offset(u32 step) {
+    const u32 lane = lane_index();
+    const u32 line = 8 * step + 2 * (threadIdx.x / 32) + lane / 16;
+    return lane % 16 / 8 * WeightGemmShape::kSlabBytes + swizzled_offset(line, lane % 8);
+}
 
 /// B's lines of the partial last stage, zeros beyond the expert's end and beyond N.
 __device__ __forceinline__ void copy_contiguous_tail(u32 shared, const WeightGemmOperands& op, const WeightTile& tile,
@@ -207,6 +190,7 @@ __device__ __forceinline__ void copy_contiguous_tail(u32 shared, const WeightGem
     const u32 chunk = threadIdx.x % 32;
     const u32 column = tile.n + chunk * 8;
     const u32 lines = round_up(tile.rows - first, 16u);
+#pragma unroll 1
     for (u32 line = threadIdx.x / 32; line < lines; line += 4) {
         const bool valid = column < op.n && first + line < tile.rows;
         const bf16* source = op.contiguous;
@@ -215,83 +199,88 @@ __device__ __forceinline__ void copy_contiguous_tail(u32 shared, const WeightGem
     }
 }
 
-__device__ __forceinline__ void weight_gemm_produce(const WeightGemmOperands& op, u32 ring_address, u8* ring_memory,
-                                                    WeightGemmBarriers& barriers) {
+/// Announces and loads this block's share of B's lines, for all blocks of the cluster. One thread.
+__device__ __forceinline__ void load_contiguous(const WeightGemmOperands& op, const WeightTile& tile, u32 first, u64* full,
+                                                u8* shared) {
     using S = WeightGemmShape;
     constexpr u32 kShare = 4 / S::kCluster;
     const u32 rank = S::kCluster > 1 ? cluster_rank() : 0;
-    RingPosition<S::kStages> ring;
-    WeightTiles tiles(op);
-#if WEIGHT_GEMM_FENCE == 2
-    i32 landing = -1;
-#endif
-    WeightTile tile;
-    while (tiles.next(tile)) {
-        // The indices of the next stages travel while this one waits for its slot.
-        constexpr u32 kAhead = 64 / S::kDepth;
-        Gather gather[kAhead + 1];
+    barrier_arrive_expect(full, S::kContiguousBytes);
 #pragma unroll
-        for (u32 i = 0; i < kAhead; ++i) gather[i].fetch(op.row_token, tile, i * S::kDepth);
-        for (u32 first = 0; first < tile.rows; first += S::kDepth) {
-            gather[kAhead].fetch(op.row_token, tile, first + kAhead * S::kDepth);
-            u64* full = &barriers.full[ring.slot];
-            barrier_wait(&barriers.empty[ring.slot], ring.round_parity ^ 1, Role::kProducer, ring.slot, op.status);
-            const u32 stage = ring.slot * S::kStageBytes;
-            if (first + S::kDepth <= tile.rows) {
-                if (threadIdx.x == 0) {
-                    barrier_arrive_expect(full, S::kContiguousBytes);
-#pragma unroll
-                    for (u32 i = 0; i < kShare; ++i) {
-                        const u32 slab = rank * kShare + i;
-                        void* target = ring_memory + stage + S::kGatheredBytes + slab * S::kSlabBytes;
-                        const i32 column = i32(tile.n + slab * 64), row = tile.first_row + i32(first);
-                        if (S::kCluster > 1)
-                            tma_load_2d_multicast(target, op.contiguous_map, full, column, row, (1u << S::kCluster) - 1,
-                                                  kContiguousHint);
-                        else
-                            tma_load_2d(target, op.contiguous_map, full, column, row, kContiguousHint);
-                    }
-                }
-            } else {
-                copy_contiguous_tail(ring_address + stage + S::kGatheredBytes, op, tile, first);
-                if (threadIdx.x == 0) barrier_arrive(full);
-            }
-            gather[0].copy(ring_address + stage, op, tile);
-#if WEIGHT_GEMM_FENCE == 2
-            copy_commit();
-            if (landing >= 0) {
-                copy_wait<1>();
-                fence_async_shared();
-                barrier_arrive(&barriers.full[landing]);
-            }
-            landing = i32(ring.slot);
-#else
-            barrier_arrive_after_copies(full);
-#endif
-#pragma unroll
-            for (u32 i = 0; i < kAhead; ++i) gather[i] = gather[i + 1];
-            ring.advance();
-        }
+    for (u32 i = 0; i < kShare; ++i) {
+        const u32 slab = rank * kShare + i;
+        const i32 column = i32(tile.n + slab * 64), row = tile.first_row + i32(first);
+        if (S::kCluster > 1)
+            tma_load_2d_multicast(shared + slab * S::kSlabBytes, op.contiguous_map, full, column, row,
+                                  (1u << S::kCluster) - 1, kContiguousHint);
+        else
+            tma_load_2d(shared + slab * S::kSlabBytes, op.contiguous_map, full, column, row, kContiguousHint);
     }
-#if WEIGHT_GEMM_FENCE == 2
-    if (landing >= 0) {
-        copy_wait<0>();
-        fence_async_shared();
-        barrier_arrive(&barriers.full[landing]);
-    }
-#endif
 }
 
-/// Arrives on the barrier at the same shared address of block `rank` of the cluster, with the semantics at block
-/// scope that mbarrier.arrive has by default. Release at cluster scope costs a MEMBAR.GPU in every stage and its
-/// acquire a CCTL.IVALL, a third of the kernel's speed, and there is nothing to publish: the barrier only tells
-/// that wgmmas, whose completion this warp has awaited, no longer read the stage.
-__device__ __forceinline__ void arrive_at(u64* barrier, u32 rank) {
-    asm volatile(
-        "{\n .reg .b32 remote;\n"
-        " mapa.shared::cluster.u32 remote, %0, %1;\n"
-        " mbarrier.arrive.shared::cluster.b64 _, [remote];\n}"
-        ::"r"(shared_address(barrier)), "r"(rank) : "memory");
+/// Fills the stage at the ring's position with rows first … first + 63 of the tile's expert.
+template <u32 kStage>
+__device__ __forceinline__ void produce_stage(const WeightGemmOperands& op, const WeightTile& tile, u32 first,
+                                             i32 tokens, const RingPosition<WeightGemmShape::kStages>& ring, u8* ring_memory,
+                                             WeightGemmBarriers& barriers) {
+    using S = WeightGemmShape;
+    constexpr u32 kSteps = S::kDepth / 8;
+    u64* full = &barriers.full[ring.slot];
+    u64* empty = &barriers.empty[ring.slot];
+    u8* gathered = ring_memory + ring.slot * S::kStageBytes;
+    const u32 shared = shared_address(gathered);
+    const u32 feature = tile.m + lane_index() % 16 * 8;
+    const bool whole_rows = first + S::kDepth <= tile.rows;
+    if (whole_rows && tile.m + S::kTileM <= op.m) {
+        // The addresses are ready before the slot is: a shuffle between two copies would make each wait for the other.
+        const u8* column = reinterpret_cast<const u8*>(op.gathered + feature);
+        const u8* source[kSteps];
+#pragma unroll
+        for (u32 i = 0; i < kSteps; ++i) source[i] = column + u64(u32(token_of_line<kStage>(tokens, i))) * (2 * op.m);
+        barrier_wait(empty, ring.round_parity ^ 1, Role::kProducer, ring.slot, op.status);
+        if (threadIdx.x == 0) load_contiguous(op, tile, first, full, gathered + S::kGatheredBytes);
+        __syncwarp();
+#pragma unroll
+        for (u32 i = 0; i < kSteps; ++i) copy_16_whole(shared + gathered_offset(i), source[i]);
+    } else {
+        barrier_wait(empty, ring.round_parity ^ 1, Role::kProducer, ring.slot, op.status);
+        if (threadIdx.x == 0) {
+            if (whole_rows)
+                load_contiguous(op, tile, first, full, gathered + S::kGatheredBytes);
+            else
+                barrier_arrive(full);
+        }
+        __syncwarp();
+        if (!whole_rows) copy_contiguous_tail(shared + S::kGatheredBytes, op, tile, first);
+#pragma unroll
+        for (u32 i = 0; i < kSteps; ++i) {
+            const i32 token = token_of_line<kStage>(tokens, i);
+            const bool valid = feature < op.m && token >= 0;
+            copy_16(shared + gathered_offset(i), op.gathered + (valid ? u64(u32(token)) * op.m + feature : 0), valid);
+        }
+    }
+    barrier_arrive_after_copies(full);
+}
+
+__device__ __forceinline__ void weight_gemm_produce(const WeightGemmOperands& op, u8* ring_memory, WeightGemmBarriers& barriers) {
+    using S = WeightGemmShape;
+    RingPosition<S::kStages> ring;
+    WeightTiles tiles(op);
+    WeightTile tile;
+    while (tiles.next(tile)) {
+        i32 tokens = fetch_tokens(op.row_token, tile, 0);
+        for (u32 first = 0; first < tile.rows; first += 2 * S::kDepth) {
+            // The next pair's indices travel while this pair waits for its slots.
+            const i32 following = fetch_tokens(op.row_token, tile, first + 2 * S::kDepth);
+            produce_stage<0>(op, tile, first, tokens, ring, ring_memory, barriers);
+            ring.advance();
+            if (first + S::kDepth < tile.rows) {
+                produce_stage<1>(op, tile, first + S::kDepth, tokens, ring, ring_memory, barriers);
+                ring.advance();
+            }
+            tokens = following;
+        }
+    }
 }
 
 /// Every warp reports for itself: its wait covers its own wgmmas. Each block of the cluster writes into the
@@ -299,9 +288,9 @@ __device__ __forceinline__ void arrive_at(u64* barrier, u32 rank) {
 __device__ __forceinline__ void release_stage(WeightGemmBarriers& barriers, u32 slot) {
     using S = WeightGemmShape;
     if (S::kCluster == 1) {
-        if (lane_index() == 0) barrier_arrive(&barriers.empty[slot]);
+        if (lane_index() == 0) barrier_arrive_relaxed(&barriers.empty[slot]);
     } else {
-        if (lane_index() < S::kCluster) arrive_at(&barriers.empty[slot], lane_index());
+        if (lane_index() < S::kCluster) barrier_arrive_relaxed_remote(&barriers.empty[slot], lane_index());
     }
 }
 
@@ -358,15 +347,13 @@ __device__ __forceinline__ void weight_gemm_consume(const WeightGemmOperands& op
         u32 previous = 0;
         for (u32 first = 0; first < tile.rows; first += S::kDepth) {
             barrier_wait(&barriers.full[ring.slot], ring.round_parity, Role::kConsumer, ring.slot, op.status);
-#if WEIGHT_GEMM_FENCE == 1
             fence_async_shared();
-#endif
             const u64 offset = ring.slot * (S::kStageBytes >> 4);
             const u64 a = a_descriptor + offset, b = b_descriptor + offset;
             const u32 left = tile.rows - first;
-            if (S::kDepth == 64 && left > 48)
+            if (left > 48)
                 multiply<4>(acc, a, b, accumulate);
-            else if (S::kDepth == 64 && left > 32)
+            else if (left > 32)
                 multiply<3>(acc, a, b, accumulate);
             else if (left > 16)
                 multiply<2>(acc, a, b, accumulate);
@@ -418,7 +405,7 @@ __device__ __forceinline__ void weight_gemm(const WeightGemmOperands& op) {
         prefetch_map(op.contiguous_map);
         prefetch_map(op.out_map);
         for (u32 i = 0; i < S::kStages; ++i) {
-            // 128 gathering threads and the announcement of the TMA bytes.
+            // The gathering threads and the announcement of the TMA bytes.
             barrier_init(&barriers.full[i], kWarpgroup + 1);
             barrier_init(&barriers.empty[i], 8 * S::kCluster);
         }
@@ -432,7 +419,7 @@ __device__ __forceinline__ void weight_gemm(const WeightGemmOperands& op) {
 
     if (threadIdx.x < kWarpgroup) {
         shrink_registers<S::kProducerRegisters>();
-        weight_gemm_produce(op, shared_address(ring_memory), ring_memory, barriers);
+        weight_gemm_produce(op, ring_memory, barriers);
     } else {
         grow_registers<S::kConsumerRegisters>();
         weight_gemm_consume<kOrder>(op, ring_memory, staging_memory, barriers);
