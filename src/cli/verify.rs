@@ -114,9 +114,7 @@ fn as_text(plan: &Campaign, findings: &Findings) -> String {
             table.section(claim.section.title());
         }
         let (error, bound, ratio) = match &tally.worst {
-            Some(worst) => {
-                (number((worst.value - worst.reference).abs()), number(worst.bound), number(worst.ratio))
-            }
+            Some(worst) => (number((worst.value - worst.reference).abs()), number(worst.bound), number(worst.ratio)),
             None => ("—".to_owned(), "exact".to_owned(), "—".to_owned()),
         };
         let floor = if tally.floor.is_finite() { number(tally.floor) } else { "—".to_owned() };
@@ -187,8 +185,10 @@ fn as_json(plan: &Campaign, findings: &Findings) -> String {
             })
         })
         .collect();
-    let classes: serde_json::Map<_, _> =
-        Class::ALL.iter().map(|class| (class.name().to_owned(), json!(findings.classes.get(class).unwrap_or(&0)))).collect();
+    let classes: serde_json::Map<_, _> = Class::ALL
+        .iter()
+        .map(|class| (class.name().to_owned(), json!(findings.classes.get(class).unwrap_or(&0))))
+        .collect();
     json!({
         "seed": plan.seed, "first": plan.first, "cases": findings.cases, "dtype": plan.dtype.name(),
         "classes": classes, "claims": claims, "failures": failures, "verdict": findings.verdict().name(),

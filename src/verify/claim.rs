@@ -2,8 +2,8 @@
 
 use std::borrow::Cow;
 
-use crate::oracle::{Judgement, Verdict};
 use crate::oracle::judge::Worst;
+use crate::oracle::{Judgement, Verdict};
 
 /// What kind of claim, in the order of a report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -33,10 +33,10 @@ pub fn examine<S: Element>(engine: &dyn Engine<S>, problem: &Problem<'_, S>) -> 
 
     let mut findings = Vec::new();
     let kernels = kernel::kernels(&wide, &outcome.routing, &outcome.results, &numerics)?;
-    for (place, judged) in kernels.iter().enumerate() {
+    for judged in &kernels {
         let Some(stored) = outcome.results.get(&judged.output) else { continue };
         let subject = format!("{}: {}", judged.kernel, judged.output).into();
-        let claim = Claim { section: Section::Kernel, place: place_of(judged.output, place), subject };
+        let claim = Claim { section: Section::Kernel, place: place_of(judged.output), subject };
         findings.push(Finding::bounded(claim, &judge(judged.output, stored, &judged.bounded)?));
     }
     drop(kernels);
@@ -56,10 +56,28 @@ pub fn examine<S: Element>(engine: &dyn Engine<S>, problem: &Problem<'_, S>) -> 
     Ok(Examination { routing: outcome.routing, findings })
 }
 
-/// Claims of one section keep their order whichever outputs a problem has.
-fn place_of(output: Output, fallback: usize) -> usize {
-    let all = Output::INTERMEDIATES.into_iter().chain(Output::RESULTS);
-    all.into_iter().position(|other| other == output).unwrap_or(fallback)
+/// The kernels' results in the order of the method: kernels 1 to 8, bias gradients, router.
+fn place_of(output: Output) -> usize {
+    match output {
+        Output::H => 0,
+        Output::A => 1,
+        Output::Y => 2,
+        Output::O => 3,
+        Output::Dh => 4,
+        Output::APrime => 5,
+        Output::Ds => 6,
+        Output::Dw2 => 7,
+        Output::DxExpanded => 8,
+        Output::Dw1 => 9,
+        Output::Dx => 10,
+        Output::Db1 => 11,
+        Output::Db2 => 12,
+        Output::Logits => 13,
+        Output::Scores => 14,
+        Output::Dlogits => 15,
+        Output::DrouterW => 16,
+        Output::DrouterB => 17,
+    }
 }
 
 fn exact(place: usize, subject: &'static str) -> Claim {

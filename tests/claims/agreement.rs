@@ -1,1 +1,118 @@
 //! The reference path and the SonicMoE path agree, over random shapes and routings.
+
+use half::{bf16, f16};
+use proptest::prelude::*;
+use proptest::test_runner::FileFailurePersistence;
+use sonicmoe::case::campaign::Fixed;
+use sonicmoe::case::strategy::{Limits, any_case};
+use sonicmoe::case::table::edge_cases;
+use sonicmoe::case::{Case, Class};
+use sonicmoe::oracle::Verdict;
+use sonicmoe::reference::StandardMoe;
+use sonicmoe::sonic::cpu::CpuEngine;
+use sonicmoe::verify::{Campaign, Finding, agreement, campaign, examine};
+use sonicmoe::{DType, Element, Engine};
+
+fn config(cases: u32) -> ProptestConfig {
+    ProptestConfig {
+        cases,
+        failure_persistence: Some(Box::new(FileFailurePersistence::Direct("proptest-regressions/agreement.txt"))),
+        ..ProptestConfig::default()
+    }
+}
+
+/// What is wrong, one line per claim.
+fn broken(findings: &[Finding]) -> Vec<String> {
+    let failing = findings.iter().filter(|finding| finding.failing > 0);
+    failing.map(|finding| format!("{}: {}", finding.claim.subject, finding.explanation)).collect()
+}
+
+fn faults<S: Element>(engine: &dyn Engine<S>, case: &Case) -> Vec<String> {
+    let problem = case.problem::<S>().expect("cases are drawn valid");
+    broken(&examine(engine, &problem).expect("the engine takes every valid case").findings)
+}
+
+proptest! {
+    #![proptest_config(config(96))]
+
+    #[test]
+    fn reference_and_sonicmoe_agree_in_f64(case in any_case(Limits::SMALL)) {
+        let findings = agreement(&case.problem::<f64>()?)?;
+        prop_assert_eq!(broken(&findings), Vec::<String>::new());
+    }
+}
+
+proptest! {
+    #![proptest_config(config(48))]
+
+    #[test]
+    fn f64_passes_every_oracle(case in any_case(Limits::SMALL)) {
+        prop_assert_eq!(faults::<f64>(&CpuEngine::<f64>::new(), &case), Vec::<String>::new());
+    }
+
+    #[test]
+    fn f32_passes_every_oracle(case in any_case(Limits::SMALL)) {
+        prop_assert_eq!(faults::<f32>(&CpuEngine::<f32>::new(), &case), Vec::<String>::new());
+    }
+
+    #[test]
+    fn bf16_passes_every_oracle(case in any_case(Limits::SMALL)) {
+        prop_assert_eq!(faults::<bf16>(&CpuEngine::<f32>::new(), &case), Vec::<String>::new());
+    }
+
+    #[test]
+    fn f16_passes_every_oracle(case in any_case(Limits::SMALL)) {
+        prop_assert_eq!(faults::<f16>(&CpuEngine::<f32>::new(), &case), Vec::<String>::new());
+    }
+
+    #[test]
+    fn f64_sums_over_bf16_storage_pass_every_oracle(case in any_case(Limits::SMALL)) {
+        prop_assert_eq!(faults::<bf16>(&CpuEngine::<f64>::new(), &case), Vec::<String>::new());
+    }
+}
+
+#[test]
+fn every_engine_passes_the_table_of_edge_cases() {
+    let mut wrong = Vec::new();
+    for row in edge_cases() {
+        let engines: [(&str, Vec<String>); 5] = [
+            ("f64", faults::<f64>(&CpuEngine::<f64>::new(), &row.case)),
+            ("f32", faults::<f32>(&CpuEngine::<f32>::new(), &row.case)),
+            ("bf16", faults::<bf16>(&CpuEngine::<f32>::new(), &row.case)),
+            ("f16", faults::<f16>(&CpuEngine::<f32>::new(), &row.case)),
+            ("agreement", broken(&agreement(&row.case.problem::<f64>().unwrap()).unwrap())),
+        ];
+        for (engine, faults) in engines {
+            wrong.extend(faults.into_iter().map(|fault| format!("{} ({}), {engine}: {fault}", row.claim, row.case)));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// The standard layer rounds op by op and keeps more, so it passes all but the memory claim.
+#[test]
+fn standard_autograd_in_f32_is_within_the_eager_bounds_and_keeps_more() {
+    for row in edge_cases() {
+        let faults = faults::<f32>(&StandardMoe::<f32>::default(), &row.case);
+        let other: Vec<_> = faults.iter().filter(|fault| !fault.starts_with("kept:")).collect();
+        assert!(other.is_empty(), "{} ({}): {other:?}", row.claim, row.case);
+        let routed = row.case.problem::<f32>().unwrap().routed();
+        assert_eq!(faults.len() - other.len(), usize::from(routed > 0), "{}: {faults:?}", row.claim);
+    }
+}
+
+#[test]
+fn a_campaign_meets_every_claim_and_draws_every_class_often_enough() {
+    let plan = Campaign { seed: 1, first: 0, cases: 200, fixed: Fixed::default(), dtype: DType::BF16 };
+    let findings = campaign(&plan, |_| {}).unwrap();
+    let failures: Vec<_> = findings.failures.iter().map(|failure| &failure.finding.explanation).collect();
+    assert_eq!(findings.verdict(), Verdict::Pass, "{failures:?}");
+    for (claim, tally) in &findings.claims {
+        assert!(tally.judged > 0, "no case met the claim: {}", claim.subject);
+    }
+    for class in Class::ALL {
+        let drawn = findings.classes.get(&class).copied().unwrap_or(0);
+        let share = if class == Class::Large { 10 } else { 20 };
+        assert!(drawn * share >= plan.cases, "{}: {drawn} of {}", class.name(), plan.cases);
+    }
+}
