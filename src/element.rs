@@ -8,6 +8,7 @@ use std::str::FromStr;
 use faer::{Accum, MatMut, MatRef, Par};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use pulp::Arch;
 
 use crate::error::{Error, Result};
 
@@ -141,12 +142,12 @@ pub trait Element: Copy + Default + PartialEq + PartialOrd + fmt::Debug + Send +
 
     /// [`Element::to_f32`] of every number; the shorter slice decides how many.
     fn slice_to_f32(values: &[Self], into: &mut [f32]) {
-        into.iter_mut().zip(values).for_each(|(into, &value)| *into = value.to_f32());
+        Arch::new().dispatch(|| into.iter_mut().zip(values).for_each(|(into, &value)| *into = value.to_f32()));
     }
 
     /// [`Element::from_f32`] of every number; the shorter slice decides how many.
     fn slice_from_f32(values: &[f32], into: &mut [Self]) {
-        into.iter_mut().zip(values).for_each(|(into, &value)| *into = Self::from_f32(value));
+        Arch::new().dispatch(|| into.iter_mut().zip(values).for_each(|(into, &value)| *into = Self::from_f32(value)));
     }
 
     /// The same slice, if these are f32.
@@ -292,11 +293,11 @@ impl Real for f64 {
     }
 
     fn widen_slice<S: Element>(values: &[S], into: &mut [Self]) {
-        into.iter_mut().zip(values).for_each(|(into, &value)| *into = value.to_f64());
+        Arch::new().dispatch(|| into.iter_mut().zip(values).for_each(|(into, &value)| *into = value.to_f64()));
     }
 
     fn store_slice<S: Element>(values: &[Self], into: &mut [S]) {
-        into.iter_mut().zip(values).for_each(|(into, &value)| *into = S::from_f64(value));
+        Arch::new().dispatch(|| into.iter_mut().zip(values).for_each(|(into, &value)| *into = S::from_f64(value)));
     }
 
     fn of_stored<S: Element>(values: &[S]) -> Option<&[Self]> {
