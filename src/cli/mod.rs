@@ -1,4 +1,5 @@
 //! The command line.
 
+pub mod doctor;
 pub mod memory;
 pub mod verify;

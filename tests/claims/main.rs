@@ -3,6 +3,7 @@
 mod agreement;
 mod bounds;
 mod command_line;
+mod compile;
 mod dumps;
 mod gradients;
 mod kernels;

@@ -10,7 +10,7 @@ use crate::element::{Element, Real};
 
 /// A tensor between two kernels.
 #[derive(Clone, Debug)]
-pub(super) enum Intermediate<S, A> {
+pub(in crate::sonic) enum Intermediate<S, A> {
     /// In the storage type, as the method has it.
     Rounded(Array2<S>),
     /// As the accumulator had it, where that rounding point is left out.

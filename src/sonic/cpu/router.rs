@@ -16,7 +16,7 @@ use crate::problem::Router;
 use crate::routing::{Choice, Convention, Routing, scores, top_k};
 
 /// What the router hands to the layer.
-pub(super) struct Routed<V> {
+pub(in crate::sonic) struct Routed<V> {
     pub routing: Routing,
     /// By pair, t·K + rank.
     pub scores: Vec<V>,
@@ -25,7 +25,7 @@ pub(super) struct Routed<V> {
 }
 
 /// Logits, choice and scores.
-pub(super) fn forward<S: Element, A: Real>(
+pub(in crate::sonic) fn forward<S: Element, A: Real>(
     x: ArrayView2<'_, S>,
     router: &Router<'_, S>,
     record: Record,
@@ -44,14 +44,14 @@ pub(super) fn forward<S: Element, A: Real>(
 }
 
 /// What the layer kept of [`Routed`].
-pub(super) struct Kept<'k, V> {
+pub(in crate::sonic) struct Kept<'k, V> {
     pub routing: &'k Routing,
     pub scores: &'k [V],
     pub logits: Option<ArrayView2<'k, V>>,
 }
 
 /// dx = store(experts' dx + store(dlogits W_r)), and the router's gradients; `ds` is by pair.
-pub(super) fn backward<S: Element, A: Real>(
+pub(in crate::sonic) fn backward<S: Element, A: Real>(
     x: ArrayView2<'_, S>,
     router: &Router<'_, S>,
     kept: Kept<'_, S::Score>,

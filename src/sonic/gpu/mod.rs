@@ -1,1 +1,45 @@
-//! The same eight launches on a Hopper GPU.
+//! The method on a Hopper GPU: the eight kernels as CUDA, launched from here.
+//!
+//! ```text
+//! probe ─▶ Device ─ prepare ─▶ kernels ─ launch ─▶ buffers ─ wait ─▶ host tensors
+//! ```
+//!
+//! * **No CUDA at build time.** The driver is loaded when a [`device::Device`] is opened; kernels are
+//!   compiled by NVRTC when they are first asked for ([`compile`]). What a machine lacks is an
+//!   [`Absence`], with its reason, and never a panic.
+//! * **Three layers.** `device::kernel` launches what it is given (unsafe); one file per kernel,
+//!   named as in the paper, checks every size and launches; [`GpuEngine`] is the safe surface.
+//! * **No hang.** Waits inside a kernel are bounded and say who waited; the host polls, and gives a
+//!   device up that does not answer.
+//! * **Guards.** Red zones, poison and fingerprints of the inputs are a value,
+//!   [`device::Guards`], so that the checked run is the run.
+
+mod absence;
+mod backward;
+mod combine;
+mod combine_input_gradient;
+mod combine_output;
+pub mod compile;
+pub mod device;
+mod down_backward_activation;
+mod down_backward_weight;
+mod down_bias_gradient;
+mod down_forward;
+mod engine;
+mod forward;
+mod grouped_gemm;
+mod layer;
+mod routing;
+mod up_backward_activation;
+mod up_backward_weight;
+mod up_bias_gradient;
+mod up_forward;
+mod weight_gemm;
+
+pub use absence::Absence;
+pub use backward::BackwardTensors;
+pub use device::Device;
+pub use engine::GpuEngine;
+pub use forward::ForwardTensors;
+pub use layer::{Layer, Tuning, upload};
+pub use routing::DeviceRouting;

@@ -1,0 +1,228 @@
+//! One Hopper device: its stream, its loaded kernels, and a wait that cannot hang.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::mem::ManuallyDrop;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::time::{Duration, Instant};
+
+use cudarc::driver::result::DriverError;
+use cudarc::driver::{CudaContext, CudaStream};
+
+use crate::error::Error;
+use crate::sonic::gpu::absence::Absence;
+use crate::sonic::gpu::compile::{CubinCache, Found, Variant};
+
+use super::kernel::Kernel;
+use super::probe::{self, Properties, name_of};
+use super::status::StatusBoard;
+
+/// How long [`Device::wait`] waits before it gives the device up. Waits inside a kernel are bounded
+/// at 2 s and say who waited; this catches what they cannot.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A Hopper GPU, opened.
+///
+/// All work goes to one stream, in order: a buffer may be given back while kernels that read it are
+/// still under way, because the memory returns to the pool behind them.
+pub struct Device {
+    properties: Properties,
+    context: ManuallyDrop<Arc<CudaContext>>,
+    stream: ManuallyDrop<Arc<CudaStream>>,
+    board: ManuallyDrop<StatusBoard>,
+    cache: CubinCache,
+    kernels: ManuallyDrop<Mutex<HashMap<Variant, Arc<Kernel>>>>,
+    /// Why the device cannot be used any more: a trap or a bad address ends a CUDA context.
+    lost: OnceLock<String>,
+}
+
+impl Device {
+    /// The first Hopper device. `CUDA_VISIBLE_DEVICES` narrows the choice.
+    ///
+    /// # Errors
+    /// Why there is none: no driver, no device, another architecture.
+    pub fn open() -> Result<Arc<Self>, Absence> {
+        let devices = probe::devices()?;
+        let refused = devices.iter().find_map(|device| device.require_hopper().err());
+        match devices.into_iter().find(|device| device.require_hopper().is_ok()) {
+            Some(hopper) => Self::start(hopper),
+            None => Err(refused.unwrap_or(Absence::NoDevice)),
+        }
+    }
+
+    /// The device of that number.
+    ///
+    /// # Errors
+    /// It does not exist, or is of another architecture.
+    pub fn open_ordinal(ordinal: usize) -> Result<Arc<Self>, Absence> {
+        let properties = probe::device(ordinal)?;
+        properties.require_hopper()?;
+        Self::start(properties)
+    }
+
+    fn start(properties: Properties) -> Result<Arc<Self>, Absence> {
+        let fails = |error| Absence::DriverFails { reason: name_of(error) };
+        let context = CudaContext::new(properties.ordinal).map_err(fails)?;
+        let stream = context.new_stream().map_err(fails)?;
+        let board = StatusBoard::new(&context).map_err(fails)?;
+        Ok(Arc::new(Self {
+            properties,
+            context: ManuallyDrop::new(context),
+            stream: ManuallyDrop::new(stream),
+            board: ManuallyDrop::new(board),
+            cache: CubinCache::find(),
+            kernels: ManuallyDrop::default(),
+            lost: OnceLock::new(),
+        }))
+    }
+
+    /// What the driver says of it.
+    pub fn properties(&self) -> &Properties {
+        &self.properties
+    }
+
+    /// The stream that all work goes to, for events and graphs around it.
+    pub fn stream(&self) -> &Arc<CudaStream> {
+        &self.stream
+    }
+
+    /// Waits until all work is done, by polling: the wait ends even if a kernel does not.
+    ///
+    /// # Errors
+    /// A kernel that stalled (by name, with who waited for what), trapped, or read a bad address; or
+    /// work that is not done after 60 s. The device is then lost: every later call returns the same.
+    pub fn wait(&self) -> crate::Result<()> {
+        self.alive()?;
+        let event = self.stream.record_event(None).map_err(|error| self.failed("an event", error))?;
+        let start = Instant::now();
+        loop {
+            match event.try_is_complete() {
+                Ok(true) => break,
+                Ok(false) => {}
+                Err(error) => return Err(self.failed("work on the device", error)),
+            }
+            let waited = start.elapsed();
+            if waited > PATIENCE {
+                std::mem::forget(event);
+                return Err(self.lose(format!("a kernel is still not done after {} s", waited.as_secs())));
+            }
+            if waited < Duration::from_millis(1) {
+                std::hint::spin_loop();
+            } else {
+                std::thread::sleep(Duration::from_micros(100));
+            }
+        }
+        Ok(())
+    }
+
+    /// Compiles what is not yet compiled, in parallel, and loads all of it. Returns where each came
+    /// from, in the order given; kernels that were loaded before are not looked for again.
+    ///
+    /// # Errors
+    /// No compiler for a kernel that is not on disk, a source it refuses, or a kernel that spills.
+    pub fn prepare(&self, variants: &[Variant]) -> crate::Result<Vec<(Variant, Found)>> {
+        self.alive()?;
+        let missing: Vec<Variant> = {
+            let loaded = self.loaded();
+            variants.iter().filter(|variant| !loaded.contains_key(variant)).cloned().collect()
+        };
+        let cubins = self.cache.get_all(&missing)?;
+        let mut report = Vec::new();
+        for (variant, (cubin, found)) in missing.into_iter().zip(cubins) {
+            let kernel = Kernel::load(self, &variant, &cubin)?;
+            self.loaded().insert(variant.clone(), Arc::new(kernel));
+            report.push((variant, found));
+        }
+        Ok(report)
+    }
+
+    /// A kernel, loaded.
+    pub(in crate::sonic::gpu) fn kernel(&self, variant: &Variant) -> crate::Result<Arc<Kernel>> {
+        if let Some(kernel) = self.loaded().get(variant) {
+            return Ok(Arc::clone(kernel));
+        }
+        self.prepare(std::slice::from_ref(variant))?;
+        let kernel = self.loaded().get(variant).map(Arc::clone);
+        kernel.ok_or_else(|| Error::internal(format!("kernel {variant} was loaded and is gone")))
+    }
+
+    pub(in crate::sonic::gpu) fn board(&self) -> &StatusBoard {
+        &self.board
+    }
+
+    pub(super) fn context(&self) -> &Arc<CudaContext> {
+        &self.context
+    }
+
+    /// Makes the device current in this thread, unless it is lost.
+    pub(super) fn bind(&self) -> crate::Result<()> {
+        self.alive()?;
+        self.context.bind_to_thread().map_err(|error| self.failed("the device", error))
+    }
+
+    /// Whether the device has been given up.
+    pub(super) fn is_lost(&self) -> bool {
+        self.lost.get().is_some()
+    }
+
+    /// An error of the driver, or of the kernel that caused it. Out of memory and the like leave the
+    /// device usable; a trap does not.
+    pub(in crate::sonic::gpu) fn failed(&self, what: &str, error: DriverError) -> Error {
+        use cudarc::driver::sys::CUresult as Code;
+        if let Some(stall) = self.board.stall() {
+            return self.lose(stall.to_string());
+        }
+        let message = format!("{what}: {}", name_of(error));
+        match error.0 {
+            Code::CUDA_ERROR_ILLEGAL_ADDRESS
+            | Code::CUDA_ERROR_ILLEGAL_INSTRUCTION
+            | Code::CUDA_ERROR_MISALIGNED_ADDRESS
+            | Code::CUDA_ERROR_INVALID_ADDRESS_SPACE
+            | Code::CUDA_ERROR_INVALID_PC
+            | Code::CUDA_ERROR_HARDWARE_STACK_ERROR
+            | Code::CUDA_ERROR_LAUNCH_FAILED
+            | Code::CUDA_ERROR_LAUNCH_TIMEOUT
+            | Code::CUDA_ERROR_ASSERT => self.lose(message),
+            _ => Error::device(message),
+        }
+    }
+
+    fn lose(&self, reason: String) -> Error {
+        let reason = self.lost.get_or_init(|| reason);
+        Error::internal(format!("{reason}; the device cannot be used further in this process"))
+    }
+
+    fn alive(&self) -> crate::Result<()> {
+        match self.lost.get() {
+            None => Ok(()),
+            Some(reason) => Err(self.lose(reason.clone())),
+        }
+    }
+
+    fn loaded(&self) -> MutexGuard<'_, HashMap<Variant, Arc<Kernel>>> {
+        self.kernels.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Device").field("properties", &self.properties).field("lost", &self.lost).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        // Giving back a context under a kernel that does not end would block for ever: leave all of
+        // it to the end of the process.
+        if self.wait().is_err() {
+            return;
+        }
+        // SAFETY: each is dropped once, here, and not used afterwards; the context outlives the rest.
+        unsafe {
+            ManuallyDrop::drop(&mut self.kernels);
+            ManuallyDrop::drop(&mut self.board);
+            ManuallyDrop::drop(&mut self.stream);
+            ManuallyDrop::drop(&mut self.context);
+        }
+    }
+}

@@ -1,0 +1,15 @@
+//! The border to CUDA: what the machine has, device memory, loaded kernels, launches and waits.
+
+mod buffer;
+mod context;
+mod kernel;
+pub mod probe;
+mod status;
+mod tensor_map;
+
+pub use buffer::{Buffer, Guards, Scalar};
+pub use context::Device;
+pub use kernel::{Argument, Grid, Kernel};
+pub use probe::Properties;
+pub use status::Stall;
+pub use tensor_map::TensorMap;

@@ -1,0 +1,58 @@
+//! Forward on the device: kernels 1, 2 and 3.
+
+use half::bf16;
+
+use super::combine_output::combine_output;
+use super::device::Buffer;
+use super::down_forward::down_forward;
+use super::layer::Layer;
+use super::routing::DeviceRouting;
+use super::up_forward::up_forward;
+
+/// What a forward writes. h stays for backward; a and y are transient.
+pub struct ForwardTensors {
+    /// h (R, 2n).
+    pub h: Buffer<bf16>,
+    /// a (R, n).
+    pub a: Buffer<bf16>,
+    /// y (R, d).
+    pub y: Buffer<bf16>,
+    /// o (T, d).
+    pub o: Buffer<bf16>,
+}
+
+impl ForwardTensors {
+    /// Memory for all of it, poisoned where the layer's guards say so.
+    ///
+    /// # Errors
+    /// Not enough device memory.
+    pub fn allocate(layer: &Layer, routing: &DeviceRouting) -> crate::Result<Self> {
+        let (device, guards, routed) = (layer.device(), layer.guards(), routing.routed());
+        Ok(Self {
+            h: Buffer::output(device, "h", routed * layer.h_width(), guards)?,
+            a: Buffer::output(device, "a", routed * layer.n(), guards)?,
+            y: Buffer::output(device, "y", routed * layer.d(), guards)?,
+            o: Buffer::output(device, "o", routing.tokens() * layer.d(), guards)?,
+        })
+    }
+
+    /// Queues the three kernels on x (T, d).
+    ///
+    /// # Errors
+    /// Buffers of another layer's or routing's sizes, or a device that fails.
+    pub fn run(&mut self, layer: &Layer, routing: &DeviceRouting, x: &Buffer<bf16>) -> crate::Result<()> {
+        let Self { h, a, y, o } = self;
+        up_forward(layer, routing, x, h, a)?;
+        down_forward(layer, routing, a, y)?;
+        combine_output(layer, routing, y, o)
+    }
+
+    /// The red zones of all of it.
+    ///
+    /// # Errors
+    /// A kernel wrote outside one of them.
+    pub fn check_red_zones(&self) -> crate::Result<()> {
+        let Self { h, a, y, o } = self;
+        [h, a, y, o].into_iter().try_for_each(Buffer::check_red_zones)
+    }
+}
