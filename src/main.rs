@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use sonicmoe::cli::{memory, verify};
+use sonicmoe::cli::{doctor, memory, verify};
 use sonicmoe::oracle::Verdict;
 
 #[derive(Parser)]
@@ -17,6 +17,8 @@ struct Arguments {
 enum Command {
     Verify(verify::VerifyArgs),
     Memory(memory::MemoryArgs),
+    /// Says what this machine allows: driver, device, NVRTC, cuBLAS
+    Doctor(doctor::Doctor),
 }
 
 fn main() -> ExitCode {
@@ -26,6 +28,7 @@ fn main() -> ExitCode {
             print!("{}", memory::memory(&args));
             Ok(Verdict::Pass)
         }
+        Command::Doctor(args) => args.run(&mut std::io::stdout()).map(|()| Verdict::Pass),
     };
     match verdict {
         Ok(verdict) => verdict.into(),
