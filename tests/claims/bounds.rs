@@ -1,1 +1,246 @@
 //! Bounds hold for correct engines and fail for faults.
+
+mod naive;
+
+use std::collections::BTreeMap;
+
+use half::{bf16, f16};
+use naive::{FUNCTION_ULPS, Naive};
+use proptest::prelude::*;
+use proptest::sample::select;
+use proptest::test_runner::FileFailurePersistence;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use sonicmoe::case::Case;
+use sonicmoe::case::strategy::{Limits, any_case};
+use sonicmoe::engine::{Numerics, Output, Results, RoundingModel, RouterRounding};
+use sonicmoe::oracle::{Judgement, bound, judge, kernel};
+use sonicmoe::problem::{Biases, Router};
+use sonicmoe::reference::StandardMoe;
+use sonicmoe::routing::{Routing, top_k};
+use sonicmoe::sonic::cpu::CpuEngine;
+use sonicmoe::{DType, Element, Engine, Gating, Problem, Record, run};
+
+/// Small enough for loops, large enough for every sum to have terms.
+const LIMITS: Limits = Limits { width_multiple: 1, tokens: 24, width: 24, experts: 6 };
+
+/// Enough for the sums of the kernels' tiles to end in the middle of one.
+const LIMITS_OF_ENGINES: Limits = Limits { width_multiple: 1, tokens: 72, width: 72, experts: 6 };
+
+fn config(cases: u32) -> ProptestConfig {
+    let persistence = FileFailurePersistence::Direct("proptest-regressions/bounds.txt");
+    ProptestConfig { cases, failure_persistence: Some(Box::new(persistence)), ..ProptestConfig::default() }
+}
+
+/// How the numbers of a case are bent before they are rounded.
+#[derive(Clone, Copy, Debug)]
+struct Numbers {
+    /// x, w1, w2 and dout are multiplied by 2^these.
+    exponents: [i32; 4],
+    /// And each number by 2^z, z uniform up to this on both sides.
+    binades: i32,
+}
+
+fn arithmetic() -> impl Strategy<Value = Numerics> {
+    let storage = select(vec![DType::BF16, DType::F16, DType::F32, DType::F64]);
+    let rounding = select(vec![RoundingModel::Fused, RoundingModel::Eager]);
+    let router = select(vec![RouterRounding::Score, RouterRounding::TensorType]);
+    (storage, rounding, router, any::<bool>()).prop_map(|(storage, rounding, router, flushes_denormals)| Numerics {
+        flushes_denormals,
+        ..numerics(storage, rounding, router)
+    })
+}
+
+fn numerics(storage: DType, rounding: RoundingModel, router: RouterRounding) -> Numerics {
+    let wide = if storage == DType::F64 { DType::F64 } else { DType::F32 };
+    Numerics {
+        storage,
+        score: wide,
+        accumulator: wide.unit_roundoff(),
+        rounding,
+        router,
+        function_ulps: FUNCTION_ULPS,
+        flushes_denormals: false,
+    }
+}
+
+/// The problem of a case with its numbers bent and rounded to the engine's type, and the best K
+/// experts by its f64 logits.
+fn problem_of(case: &Case, numerics: &Numerics, numbers: Numbers) -> (Problem<'static, f64>, Routing) {
+    let drawn = case.problem::<f64>().unwrap();
+    let mut random = ChaCha8Rng::seed_from_u64(case.seed);
+    let mut bent = |value: f64, exponent: i32| {
+        let z = random.random_range(-numbers.binades..=numbers.binades);
+        let largest = numerics.storage.largest();
+        numerics.storage.round(libm::ldexp(value, exponent + z).clamp(-largest, largest))
+    };
+    let [x, w1, w2, dout] = numbers.exponents;
+    let stored = |value: f64| numerics.storage.round(value);
+    let gating = match drawn.gating() {
+        Gating::Router(router) => Gating::Router(Router {
+            w: router.w.mapv(stored).into(),
+            b: router.b.as_ref().map(|b| b.mapv(stored).into()),
+            ..*router
+        }),
+        Gating::Given { routing, scores } => Gating::Given {
+            routing: routing.clone(),
+            scores: scores.iter().map(|&score| numerics.score.round(score)).collect(),
+        },
+    };
+    let biases = drawn
+        .b1()
+        .zip(drawn.b2())
+        .map(|(b1, b2)| Biases { b1: b1.mapv(|b| bent(b, x + w1)).into(), b2: b2.mapv(|b| bent(b, w2)).into() });
+    let problem = Problem::new(
+        drawn.x().mapv(|value| bent(value, x)),
+        drawn.w1().mapv(|value| bent(value, w1)),
+        drawn.w2().mapv(|value| bent(value, w2)),
+        biases,
+        gating,
+        drawn.activation(),
+        drawn.dout().mapv(|value| bent(value, dout)),
+    )
+    .unwrap();
+    let routing = match problem.gating() {
+        Gating::Given { routing, .. } => routing.clone(),
+        Gating::Router(router) => {
+            let mut logits = problem.x().dot(&router.w.t());
+            if let Some(b) = &router.b {
+                logits += b;
+            }
+            top_k(logits.view(), router.k).unwrap().routing()
+        }
+    };
+    (problem, routing)
+}
+
+fn naive(problem: &Problem<'static, f64>, routing: &Routing, numerics: Numerics, seed: u64) -> Results {
+    let engine = Naive::new(numerics, seed);
+    if numerics.accumulator < DType::F32.unit_roundoff() {
+        engine.run::<f64>(problem, routing)
+    } else {
+        engine.run::<f32>(problem, routing)
+    }
+}
+
+/// Every result and intermediate by the layer's bound.
+fn of_layer(
+    problem: &Problem<'_, f64>,
+    routing: &Routing,
+    results: &Results,
+    numerics: &Numerics,
+) -> BTreeMap<Output, Judgement> {
+    let bounds = bound::layer(problem, routing, numerics).unwrap();
+    let outputs: Vec<_> = bounds.keys().collect();
+    assert!(results.keys().all(|output| bounds.contains_key(output)), "bounds of {outputs:?} only");
+    results.iter().map(|(&output, stored)| (output, judge(output, stored, &bounds[&output]).unwrap())).collect()
+}
+
+/// Every result and intermediate by its kernel's own bound.
+fn of_kernels(
+    problem: &Problem<'_, f64>,
+    routing: &Routing,
+    results: &Results,
+    numerics: &Numerics,
+) -> BTreeMap<Output, Judgement> {
+    let bounds = kernel::kernels(problem, routing, results, numerics).unwrap();
+    assert_eq!(bounds.len(), results.len(), "each result has one kernel");
+    bounds
+        .into_iter()
+        .map(|kernel::KernelBound { output, bounded, .. }| {
+            (output, judge(output, &results[&output], &bounded).unwrap())
+        })
+        .collect()
+}
+
+fn passes(judgements: &BTreeMap<Output, Judgement>) -> Result<(), TestCaseError> {
+    for judgement in judgements.values() {
+        prop_assert!(judgement.passes(), "{judgement}");
+    }
+    Ok(())
+}
+
+fn both_hold(
+    problem: &Problem<'_, f64>,
+    routing: &Routing,
+    results: &Results,
+    numerics: &Numerics,
+) -> Result<(), TestCaseError> {
+    passes(&of_layer(problem, routing, results, numerics))?;
+    passes(&of_kernels(problem, routing, results, numerics))
+}
+
+/// Numbers at unit scale, spread over binades, so small that everything underflows, or so large
+/// that f16 and sometimes f32 overflow.
+fn numbers() -> impl Strategy<Value = Numbers> {
+    let scales = prop_oneof![
+        4 => Just([0, 0, 0, 0]),
+        1 => (-60..=4, -60..=4, -60..=4, -60..=4).prop_map(|(x, w1, w2, dout)| [x, w1, w2, dout]),
+        1 => (0..=12, 0..=8, 0..=12, 0..=12).prop_map(|(x, w1, w2, dout)| [x, w1, w2, dout]),
+    ];
+    (scales, select(vec![0, 0, 1, 6])).prop_map(|(exponents, binades)| Numbers { exponents, binades })
+}
+
+fn naive_engine_is_within(case: &Case, numerics: Numerics, numbers: Numbers) -> Result<(), TestCaseError> {
+    let (problem, routing) = problem_of(case, &numerics, numbers);
+    let results = naive(&problem, &routing, numerics, case.seed);
+    both_hold(&problem, &routing, &results, &numerics)
+}
+
+proptest! {
+    #![proptest_config(config(300))]
+
+    #[test]
+    fn no_correct_engine_exceeds_its_bound(
+        case in any_case(LIMITS),
+        numerics in arithmetic(),
+        numbers in numbers(),
+    ) {
+        naive_engine_is_within(&case, numerics, numbers)?;
+    }
+}
+
+proptest! {
+    #![proptest_config(config(20_000))]
+
+    /// `cargo test --release --test claims bounds:: -- --ignored` takes about twenty minutes.
+    #[test]
+    #[ignore = "the long run"]
+    fn no_correct_engine_exceeds_its_bound_in_a_long_run(
+        case in any_case(LIMITS),
+        numerics in arithmetic(),
+        numbers in numbers(),
+    ) {
+        naive_engine_is_within(&case, numerics, numbers)?;
+    }
+}
+
+fn cpu_engine_is_within<S: Element>(case: &Case, engine: &dyn Engine<S>) -> Result<(), TestCaseError> {
+    let problem = case.problem::<S>().unwrap();
+    let outcome = run(engine, &problem, Record::Intermediates).unwrap();
+    both_hold(&problem.widen(), &outcome.routing, &outcome.results, &engine.numerics())
+}
+
+proptest! {
+    #![proptest_config(config(60))]
+
+    #[test]
+    fn the_cpu_engine_is_within_its_bounds_in_every_type(case in any_case(LIMITS_OF_ENGINES)) {
+        cpu_engine_is_within::<bf16>(&case, &CpuEngine::<f32>::default())?;
+        cpu_engine_is_within::<f16>(&case, &CpuEngine::<f32>::default())?;
+        cpu_engine_is_within::<f32>(&case, &CpuEngine::<f32>::default())?;
+        cpu_engine_is_within::<f64>(&case, &CpuEngine::<f64>::default())?;
+        cpu_engine_is_within::<bf16>(&case, &CpuEngine::<f64>::default())?;
+        cpu_engine_is_within::<f32>(&case, &CpuEngine::<f64>::default())?;
+    }
+
+    #[test]
+    fn the_truth_is_that_of_tape_autograd(case in any_case(LIMITS_OF_ENGINES)) {
+        let problem = case.problem::<f64>().unwrap();
+        let engine = StandardMoe::<f64>::default();
+        let outcome = run(&engine, &problem, Record::Results).unwrap();
+        // As near as any f64 engine has to be that goes op by op.
+        let numerics = numerics(DType::F64, RoundingModel::Eager, RouterRounding::Score);
+        passes(&of_layer(&problem, &outcome.routing, &outcome.results, &numerics))?;
+    }
+}

@@ -96,8 +96,11 @@ impl<'a, 'p> Model<'a, 'p> {
         let (arithmetic, curve) = (&self.arithmetic, Curve::of(self.problem.activation()));
         if self.problem.activation().gated() {
             let (gate, up) = (h.at(row, 2 * unit), h.at(row, 2 * unit + 1));
-            let times_up = arithmetic.multiply(da, up);
-            put(2 * unit, arithmetic.multiply(times_up, arithmetic.curve_slope(curve, gate)));
+            let slope = arithmetic.curve_slope(curve, gate);
+            let dgate = arithmetic.multiply(arithmetic.multiply(da, up), slope);
+            // up·f′(gate) first, then dA: another product may underflow, and be magnified by dA.
+            let other = (arithmetic.accumulate.underflow * da.magnitude()).min(dgate.magnitude());
+            put(2 * unit, Ball { rad: arithmetic.join(dgate.rad, other), ..dgate });
             put(2 * unit + 1, arithmetic.multiply(da, arithmetic.curve_value(curve, gate)));
         } else {
             put(unit, arithmetic.multiply(da, arithmetic.curve_slope(curve, h.at(row, unit))));
