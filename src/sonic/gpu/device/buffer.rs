@@ -93,7 +93,7 @@ impl<T: Scalar> Buffer<T> {
         let bytes =
             payload.and_then(|payload| payload.max(PAYLOAD_STEP).checked_add(2 * red_zone)).ok_or_else(too_large)?;
         // SAFETY: a context is current and the stream belongs to it.
-        let allocation = unsafe { result::malloc_async(device.stream().cu_stream(), bytes) }
+        let allocation = unsafe { device.pool().allocate(bytes, device.stream().cu_stream()) }
             .map_err(|error| device.failed(&format!("`{name}` of {len} elements, {bytes} bytes"), error))?;
         let buffer = Self {
             device: Arc::clone(device),

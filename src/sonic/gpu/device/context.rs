@@ -14,6 +14,7 @@ use crate::sonic::gpu::absence::Absence;
 use crate::sonic::gpu::compile::{CubinCache, Found, Variant};
 
 use super::kernel::Kernel;
+use super::pool::Pool;
 use super::probe::{self, Properties, name_of};
 use super::status::StatusBoard;
 
@@ -30,6 +31,7 @@ pub struct Device {
     context: ManuallyDrop<Arc<CudaContext>>,
     stream: ManuallyDrop<Arc<CudaStream>>,
     board: ManuallyDrop<StatusBoard>,
+    pool: ManuallyDrop<Pool>,
     cache: CubinCache,
     kernels: ManuallyDrop<Mutex<HashMap<Variant, Arc<Kernel>>>>,
     /// Why the device cannot be used any more: a trap or a bad address ends a CUDA context.
@@ -65,11 +67,13 @@ impl Device {
         let context = CudaContext::new(properties.ordinal).map_err(fails)?;
         let stream = context.new_stream().map_err(fails)?;
         let board = StatusBoard::new(&context).map_err(fails)?;
+        let pool = Pool::new(properties.ordinal).map_err(fails)?;
         Ok(Arc::new(Self {
             properties,
             context: ManuallyDrop::new(context),
             stream: ManuallyDrop::new(stream),
             board: ManuallyDrop::new(board),
+            pool: ManuallyDrop::new(pool),
             cache: CubinCache::find(),
             kernels: ManuallyDrop::default(),
             lost: OnceLock::new(),
@@ -115,6 +119,25 @@ impl Device {
         Ok(())
     }
 
+    /// Bytes of device memory that buffers on this device hold now, once all work is done.
+    ///
+    /// # Errors
+    /// As [`Device::wait`].
+    pub fn memory_in_use(&self) -> crate::Result<usize> {
+        self.wait()?;
+        self.pool.in_use().map_err(|error| self.failed("the memory pool", error))
+    }
+
+    /// The most bytes that buffers held at a time since the last call.
+    ///
+    /// # Errors
+    /// As [`Device::wait`].
+    pub fn take_memory_peak(&self) -> crate::Result<usize> {
+        self.wait()?;
+        let peak = self.pool.peak().and_then(|peak| self.pool.reset_peak().map(|()| peak));
+        peak.map_err(|error| self.failed("the memory pool", error))
+    }
+
     /// Compiles what is not yet compiled, in parallel, and loads all of it. Returns where each came
     /// from, in the order given; kernels that were loaded before are not looked for again.
     ///
@@ -148,6 +171,10 @@ impl Device {
 
     pub(in crate::sonic::gpu) fn board(&self) -> &StatusBoard {
         &self.board
+    }
+
+    pub(super) fn pool(&self) -> &Pool {
+        &self.pool
     }
 
     pub(super) fn context(&self) -> &Arc<CudaContext> {
@@ -220,6 +247,7 @@ impl Drop for Device {
         // SAFETY: each is dropped once, here, and not used afterwards; the context outlives the rest.
         unsafe {
             ManuallyDrop::drop(&mut self.kernels);
+            ManuallyDrop::drop(&mut self.pool);
             ManuallyDrop::drop(&mut self.board);
             ManuallyDrop::drop(&mut self.stream);
             ManuallyDrop::drop(&mut self.context);

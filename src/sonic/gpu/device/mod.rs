@@ -3,6 +3,7 @@
 mod buffer;
 mod context;
 mod kernel;
+mod pool;
 pub mod probe;
 mod status;
 mod tensor_map;
