@@ -66,12 +66,23 @@ class DownBackwardEpilogue {
         parts_ = rows > 0 ? ceil_div(u32(width), kPart) : 0;
     }
 
-    __device__ __forceinline__ void overlap() {
-        if (lane_index() == 0) {
-            store_wait_read<0>();
-            for (u32 part = 0; part < min_of(parts_, kHBoxes); ++part) load_h(part);
+    // Once the boxes of the previous tile have left, the first boxes of H come in; the rest of the
+    // warp's rows of H starts towards L2, a few rows a step.
+    __device__ __forceinline__ void overlap(i32 step, i32 steps) {
+        u32 rows_a_step = ceil_div(kBoxRows, u32(steps));
+        u32 line = u32(step) * rows_a_step + lane_index();
+        if (parts_ > kHBoxes && lane_index() < rows_a_step && i32(line) < min_of(rows_, i32(kBoxRows))) {
+            i32 column = (kGated ? 2 * tile_.column : tile_.column) + i32(kHBoxes * kHColumns);
+            i32 width = min_of(dh_.stride - column, i32((parts_ - kHBoxes) * kHColumns));
+            prefetch_l2(p_.h + i64(row_ + i32(line)) * dh_.stride + column, u32(width) * 2);
         }
-        __syncwarp();
+        if (step == min_of(2, steps - 1)) {
+            if (lane_index() == 0) {
+                store_wait_read<0>();
+                for (u32 part = 0; part < min_of(parts_, kHBoxes); ++part) load_h(part);
+            }
+            __syncwarp();
+        }
     }
 
     template <u32 kCount>

@@ -11,7 +11,7 @@
 #define SONIC_TILE_N 256
 #endif
 #ifndef SONIC_STAGES
-#define SONIC_STAGES 4
+#define SONIC_STAGES 3
 #endif
 #ifndef SONIC_CLUSTER
 #define SONIC_CLUSTER 1
@@ -24,12 +24,14 @@ namespace sonic {
 
 using Config = GemmConfig<SONIC_TILE_N, SONIC_STAGES, SONIC_CLUSTER, Rows::kContiguous, Major::kMN, SONIC_BAND>;
 
+using Epilogue = StoreEpilogue<SONIC_TILE_N, false>;
+
 }  // namespace sonic
 
-SONIC_LAUNCH_GEOMETRY(sonic::Config, sonic::StoreEpilogue<false>);
+SONIC_LAUNCH_GEOMETRY(sonic::Config, sonic::Epilogue);
 
 extern "C" __global__ void __launch_bounds__(sonic::kGemmThreads, 1)
     up_backward_activation(const __grid_constant__ sonic::GroupedGemmMaps maps, const __grid_constant__ sonic::GroupedGemmParams p) {
     extern __shared__ __align__(1024) sonic::u8 shared[];
-    sonic::grouped_gemm<sonic::Config, sonic::StoreEpilogue<false>>(shared, maps, p);
+    sonic::grouped_gemm<sonic::Config, sonic::Epilogue>(shared, maps, p);
 }

@@ -18,7 +18,7 @@
 #define SONIC_TILE_N 256
 #endif
 #ifndef SONIC_STAGES
-#define SONIC_STAGES 4
+#define SONIC_STAGES 3
 #endif
 #ifndef SONIC_CLUSTER
 #define SONIC_CLUSTER 1
@@ -39,17 +39,22 @@ class UpForwardEpilogue {
     // 64 columns of h give 32 of a, or 64 without a gate.
     static constexpr u32 kActivationBoxes = kGated ? 1 : 2;
 
+    // Boxes of h and of a, used in turn.
+    static constexpr u32 kTurnsH = kGated ? 4 : 2;
+    static constexpr u32 kTurnsA = 2;
+    static constexpr u32 kABytes = kActivationBoxes * kBoxBytes<32>;
+
     struct alignas(1024) Shared {
-        u8 h[kBoxBytes<64>];
-        u8 a[kActivationBoxes][kBoxBytes<32>];
+        u8 h[kTurnsH][kBoxBytes<64>];
+        u8 a[kTurnsA][kABytes];
     };
 
     __device__ __forceinline__ UpForwardEpilogue(const GroupedGemmMaps& maps, const GroupedGemmParams& p, Shared& shared, u64*)
         : p_(p),
           h_{&maps.out, p.out, p.n},
           a_{&maps.activation, p.activation, kGated ? p.n / 2 : p.n},
-          h_box_(shared_address(shared.h)),
-          a_box_(shared_address(shared.a)) {}
+          h_boxes_(shared_address(shared.h)),
+          a_boxes_(shared_address(shared.a)) {}
 
     __device__ __forceinline__ void begin(const Tile& tile, i32 row, i32 rows) {
         tile_ = tile;
@@ -57,10 +62,10 @@ class UpForwardEpilogue {
         rows_ = rows;
     }
 
-    __device__ __forceinline__ void overlap() {}
+    __device__ __forceinline__ void overlap(i32, i32) {}
 
-    // Groups alternate between h and a, so that one younger group may be in flight when a box is
-    // written again: h leaves while a is computed, a while the next h is rounded.
+    // 64 columns of h and their a make one group of stores; one younger group may be in flight when a
+    // box comes round again.
     template <u32 kCount>
     __device__ __forceinline__ void finish(f32 (&acc)[kCount]) {
         if (rows_ <= 0) return;
@@ -69,13 +74,21 @@ class UpForwardEpilogue {
             i32 column = tile_.column + i32(part * 64);
             if (column >= p_.n) break;
             f32* values = acc + part * 32;
+            u32 h_box = h_boxes_ + turn_ % kTurnsH * kBoxBytes<64>;
+            u32 a_box = a_boxes_ + turn_ % kTurnsA * kABytes;
+            ++turn_;
             if constexpr (SONIC_BIAS) add_bias(values, p_, tile_.expert, column);
             wait_for_box<1>();
-            round_into_box<64>(h_box_, values);
+            round_into_box<64>(h_box, values);
+            activate_into_box(a_box, values);
             publish_box();
-            store_box<64>(h_box_, h_, row_, rows_, column);
-            commit_boxes();
-            store_activation(values, column);
+            store_box<64>(h_box, h_, row_, rows_, column);
+            if constexpr (kGated) {
+                store_box<32>(a_box, a_, row_, rows_, column / 2);
+            } else {
+                store_box<32>(a_box, a_, row_, rows_, column);
+                if (column + 32 < p_.n) store_box<32>(a_box + kBoxBytes<32>, a_, row_, rows_, column + 32);
+            }
             commit_boxes();
         }
     }
@@ -85,45 +98,35 @@ class UpForwardEpilogue {
     }
 
   private:
-    __device__ __forceinline__ void store_activation(const f32* values, i32 column) {
+    __device__ __forceinline__ void activate_into_box(u32 box, const f32* values) const {
         if constexpr (kGated) {
             // Gate and up are neighbours in one thread: elements 4j, 4j+1 give column 4j + l%4 of a.
-            u32 pairs[8];
-#pragma unroll
-            for (u32 j = 0; j < 8; ++j) {
-                pairs[j] = pack_bf16(activate<SONIC_ACTIVATION>(values[4 * j], values[4 * j + 1]),
-                                     activate<SONIC_ACTIVATION>(values[4 * j + 2], values[4 * j + 3]));
-            }
-            wait_for_box<1>();
             u32 row = lane_index() / 4;
-            u32 upper = a_box_ + box_offset<32>(row, 0) + lane_index() % 4 * 2;
-            u32 lower = a_box_ + box_offset<32>(row + 8, 0) + lane_index() % 4 * 2;
+            u32 upper = box + box_offset<32>(row, 0) + lane_index() % 4 * 2;
+            u32 lower = box + box_offset<32>(row + 8, 0) + lane_index() % 4 * 2;
 #pragma unroll
             for (u32 j = 0; j < 8; ++j) {
+                u32 pair = pack_bf16(activate<SONIC_ACTIVATION>(values[4 * j], values[4 * j + 1]),
+                                     activate<SONIC_ACTIVATION>(values[4 * j + 2], values[4 * j + 3]));
                 u32 inside = (j / 2 << 4) ^ (j % 2 * 8);
-                store_shared_2(upper ^ inside, bf16{u16(pairs[j])});
-                store_shared_2(lower ^ inside, bf16{u16(pairs[j] >> 16)});
+                store_shared_2(upper ^ inside, bf16{u16(pair)});
+                store_shared_2(lower ^ inside, bf16{u16(pair >> 16)});
             }
-            publish_box();
-            store_box<32>(a_box_, a_, row_, rows_, column / 2);
         } else {
             f32 activated[32];
 #pragma unroll
             for (u32 i = 0; i < 32; ++i) activated[i] = activate<SONIC_ACTIVATION>(values[i], 0.0f);
-            wait_for_box<1>();
-            round_into_box<32>(a_box_, activated);
-            round_into_box<32>(a_box_ + kBoxBytes<32>, activated + 16);
-            publish_box();
-            store_box<32>(a_box_, a_, row_, rows_, column);
-            if (column + 32 < p_.n) store_box<32>(a_box_ + kBoxBytes<32>, a_, row_, rows_, column + 32);
+            round_into_box<32>(box, activated);
+            round_into_box<32>(box + kBoxBytes<32>, activated + 16);
         }
     }
 
     const GroupedGemmParams& p_;
     BoxTarget h_;
     BoxTarget a_;
-    u32 h_box_;
-    u32 a_box_;
+    u32 h_boxes_;
+    u32 a_boxes_;
+    u32 turn_ = 0;
     Tile tile_;
     i32 row_;
     i32 rows_;

@@ -25,8 +25,6 @@ constexpr u32 kConsumerWarps = 8;
 constexpr u32 kProducerRegisters = 40;
 constexpr u32 kConsumerRegisters = 232;
 constexpr u32 kSharedLimit = 232448;
-// The step of the main loop after which an epilogue may start loading its own operands.
-constexpr i32 kOverlapStep = 2;
 
 // How the rows of A reach the product.
 enum class Rows : u32 {
@@ -279,15 +277,13 @@ __device__ __forceinline__ void consume(GemmShared<Config, Epilogue>& shared, co
             wgmma_commit();
             wgmma_wait<1>();
             if (step > 0) release(previous);
-            // The boxes of the last tile have left by now; its successor's operands may come in.
-            if (step == kOverlapStep) epilogue.overlap();
+            epilogue.overlap(step, steps);
             previous = slot;
             at.advance();
         }
         wgmma_wait<0>();
         pin(acc);
         release(previous);
-        if (steps <= kOverlapStep) epilogue.overlap();
         epilogue.finish(acc);
     }
     epilogue.drain();

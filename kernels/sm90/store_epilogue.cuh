@@ -29,20 +29,22 @@ __device__ __forceinline__ void round_into_box(u32 box, const f32* values) {
     write_box<kColumns>(box, pairs, lane_index() % 16);
 }
 
-template <bool kBias>
+// The whole tile has boxes of its own, so that the warp never waits for TMA within a tile.
+template <u32 kTileN, bool kBias>
 class StoreEpilogue {
   public:
     static constexpr u32 kBarriers = 0;
     static constexpr u32 kHBoxColumns = 0;
     static constexpr u32 kOutBoxColumns = 64;
     static constexpr u32 kActivationBoxColumns = 0;
+    static constexpr u32 kParts = kTileN / 64;
 
     struct alignas(1024) Shared {
-        u8 box[2][kBoxBytes<64>];
+        u8 box[kParts][kBoxBytes<64>];
     };
 
     __device__ __forceinline__ StoreEpilogue(const GroupedGemmMaps& maps, const GroupedGemmParams& p, Shared& shared, u64*)
-        : p_(p), target_{&maps.out, p.out, p.n}, box_(shared_address(shared.box)) {}
+        : p_(p), target_{&maps.out, p.out, p.n}, boxes_(shared_address(shared.box)) {}
 
     // `row` is the warp's first row, `rows` how many of its 16 exist.
     __device__ __forceinline__ void begin(const Tile& tile, i32 row, i32 rows) {
@@ -51,24 +53,26 @@ class StoreEpilogue {
         rows_ = rows;
     }
 
-    __device__ __forceinline__ void overlap() {}
+    __device__ __forceinline__ void overlap(i32, i32) {}
 
-    template <u32 kCount>
-    __device__ __forceinline__ void finish(f32 (&acc)[kCount]) {
+    __device__ __forceinline__ void finish(f32 (&acc)[kTileN / 2]) {
         if (rows_ <= 0) return;
+        wait_for_box<0>();
 #pragma unroll
-        for (u32 part = 0; part < kCount / 32; ++part) {
+        for (u32 part = 0; part < kParts; ++part) {
             i32 column = tile_.column + i32(part * 64);
             if (column >= p_.n) break;
-            f32* values = acc + part * 32;
-            if constexpr (kBias) add_bias(values, p_, tile_.expert, column);
-            wait_for_box<1>();
-            round_into_box<64>(box_, values);
-            publish_box();
-            store_box<64>(box_, target_, row_, rows_, column);
-            commit_boxes();
-            box_ ^= kBoxBytes<64>;
+            if constexpr (kBias) add_bias(acc + part * 32, p_, tile_.expert, column);
+            round_into_box<64>(boxes_ + part * kBoxBytes<64>, acc + part * 32);
         }
+        publish_box();
+#pragma unroll 1
+        for (u32 part = 0; part < kParts; ++part) {
+            i32 column = tile_.column + i32(part * 64);
+            if (column >= p_.n) break;
+            store_box<64>(boxes_ + part * kBoxBytes<64>, target_, row_, rows_, column);
+        }
+        commit_boxes();
     }
 
     __device__ __forceinline__ void drain() {
@@ -78,7 +82,7 @@ class StoreEpilogue {
   private:
     const GroupedGemmParams& p_;
     BoxTarget target_;
-    u32 box_;
+    u32 boxes_;
     Tile tile_;
     i32 row_;
     i32 rows_;
