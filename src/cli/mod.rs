@@ -1,5 +1,123 @@
 //! The command line.
 
+pub mod check;
+mod console;
 pub mod doctor;
 pub mod memory;
 pub mod verify;
+
+pub use console::Console;
+
+use std::io::Write;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::error::{Error, Result};
+use crate::oracle::Verdict;
+
+/// SonicMoE: mixture-of-experts training with little activation memory, and the proof that an
+/// implementation of it is right.
+#[derive(Parser, Debug)]
+#[command(name = "sonicmoe", version, after_help = AFTER_HELP, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+const AFTER_HELP: &str = "\
+Examples:
+  sonicmoe verify                                 does SonicMoE compute what plain autograd computes?
+  sonicmoe check run.safetensors                  is this run of somebody's MoE layer right?
+  sonicmoe memory --shape 24576,1536,256,128,8    what does a layer keep for its backward?
+  sonicmoe doctor                                 what can this machine run?
+
+Exit codes: 0 pass, 1 a number is wrong, 2 bad input, 3 a check could not have failed, 4 something
+required is missing, 5 a fault of this program. The worst by the order 5, 2, 1, 3, 4, 0 wins.";
+
+#[derive(Subcommand, Debug)]
+enum Command {
+    Verify(verify::VerifyArgs),
+    Check(check::CheckArgs),
+    Memory(memory::MemoryArgs),
+    /// Says what this machine allows: driver, device, NVRTC, cuBLAS
+    Doctor(doctor::Doctor),
+}
+
+/// Runs the command line of this process.
+pub fn main() -> ExitCode {
+    std::panic::set_hook(Box::new(|panic| {
+        eprintln!("sonicmoe: internal error, please report it: {}", one_line(&panic.to_string()));
+    }));
+    guarded(|| {
+        // Wrong usage ends here with exit code 2, `--help` with 0.
+        let cli = Cli::parse();
+        run(&cli.command, &Console::of_process(), &mut Standard)
+    })
+    .into()
+}
+
+fn run(command: &Command, console: &Console, out: &mut dyn Write) -> Verdict {
+    let verdict = match command {
+        Command::Verify(args) => verify::verify(args),
+        Command::Check(args) => check::check(args, console, out),
+        Command::Memory(args) => written(out.write_all(memory::memory(args).as_bytes())).map(|()| Verdict::Pass),
+        Command::Doctor(args) => args.run(out).map(|()| Verdict::Pass),
+    };
+    verdict.unwrap_or_else(|error| {
+        eprintln!("error: {}", one_line(&error.to_string()));
+        Verdict::from(&error)
+    })
+}
+
+/// A report that cannot be written is an error like any other.
+fn written(result: std::io::Result<()>) -> Result<()> {
+    result.map_err(|source| Error::io("standard output", source))
+}
+
+/// Standard output that a reader may close early, as `head` does: what nobody reads is dropped, and
+/// the verdict stays what it is.
+struct Standard;
+
+impl Write for Standard {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        match std::io::stdout().write(bytes) {
+            Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(bytes.len()),
+            result => result,
+        }
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        match std::io::stdout().flush() {
+            Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+            result => result,
+        }
+    }
+}
+
+/// A panic is a fault of this program, whatever it was asked.
+fn guarded(work: impl FnOnce() -> Verdict) -> Verdict {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or(Verdict::InternalError)
+}
+
+fn one_line(text: &str) -> String {
+    text.lines().collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn a_panic_becomes_an_internal_error() {
+        assert_eq!(guarded(|| panic!("a promise was broken")), Verdict::InternalError);
+        assert_eq!(guarded(|| Verdict::Pass), Verdict::Pass);
+    }
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+}

@@ -1,1 +1,119 @@
 //! Runs of foreign implementations as safetensors files.
+//!
+//! A dump holds what went into one forward and backward of an MoE layer and what came out. It is
+//! read into the crate's own terms at this border, and nowhere else: gate and up interleaved,
+//! numbers widened exactly, shapes and ids checked, the types that the file says remembered.
+//!
+//! | tensors | |
+//! | --- | --- |
+//! | inputs | `x`, `w1`, `w2`, `dout`; `b1` and `b2` together or not at all |
+//! | routing | `router_w`, optional `router_b`, `router_logits`, and the ids below; or `token_idx`, `expert_idx`, `scores` |
+//! | required results | `o`, `dx`, `dw1`, `dw2`; `db1`, `db2` with biases; `drouter_w` (`drouter_b`) with a router, `ds` with given routing |
+//! | optional results | `ds`, `dlogits`, `scores`, `expert_frequency`, `topk_frequency` |
+//! | between the kernels, rows in expert order | `h`, `a`, `y`, `dh`, `a_prime`, `dx_expanded` |
+//!
+//! Strings say what no tensor shows: `router`, `w1_layout`, `activation`, `K`; and optionally
+//! `rounding_model`, `token_rounding`, `tile`, `producer`, `seed` and the sizes.
+//!
+//! ```no_run
+//! use sonicmoe::dump::{Dump, Model, Overrides};
+//! use sonicmoe::oracle::{bound, judge};
+//!
+//! let dump = Dump::read("run.safetensors", &Overrides::default())?;
+//! let numerics = dump.numerics(Model::Fused);
+//! let choice = dump.choose(&numerics)?;
+//! for (output, bounded) in bound::layer(&dump.problem, &choice.routing, &numerics)? {
+//!     if let Some(stored) = dump.results.get(&output) {
+//!         assert!(judge(output, stored, &bounded)?.passes());
+//!     }
+//! }
+//! # Ok::<(), sonicmoe::Error>(())
+//! ```
+
+mod choice;
+mod container;
+mod counts;
+mod metadata;
+mod read;
+mod write;
+
+pub use choice::{Chosen, Source};
+pub use metadata::{GatingKind, Metadata, Model, Overrides};
+pub use write::write;
+
+use std::path::PathBuf;
+
+use ndarray::{Array2, ArrayD};
+
+use crate::element::DType;
+use crate::engine::{Numerics, Output, Results, RoundingModel};
+use crate::error::Result;
+use crate::layout::GateLayout;
+use crate::problem::{Gating, Problem};
+use crate::routing::Routing;
+
+/// One run, read and checked. What it computed is judged by others.
+#[derive(Clone, Debug)]
+pub struct Dump {
+    /// Where it was read from.
+    pub path: PathBuf,
+    /// What its strings say, with the caller's overrides.
+    pub metadata: Metadata,
+    /// What went in, widened exactly, gate and up interleaved.
+    pub problem: Problem<'static, f64>,
+    /// What came out, gate and up interleaved, with the type that each tensor has in the file.
+    pub results: Results,
+    /// Required results that the file lacks: a check without them is incomplete.
+    pub missing: Vec<Output>,
+    /// Tensors that the file has and nobody reads, by name.
+    pub unused: Vec<String>,
+    /// The order of gate and up in the file.
+    pub layout: GateLayout,
+    /// The coarsest type of the layer's tensors: where results are finer, their bound is that of
+    /// this type.
+    pub storage: DType,
+    /// Whether the layer's tensors have more than one type.
+    pub mixed: bool,
+    /// The type of ds and, behind a router, of scores: the coarsest in the file.
+    pub score: DType,
+    /// How far elementary functions may err, as [`Numerics::function_ulps`].
+    pub function_ulps: f64,
+    ids: Option<Routing>,
+    logits: Option<Array2<f64>>,
+    counts: counts::Counts,
+}
+
+impl Dump {
+    /// The arithmetic that the file's producer must have had under `model`.
+    pub fn numerics(&self, model: Model) -> Numerics {
+        model.numerics(self.storage, self.score, self.function_ulps)
+    }
+
+    /// The models under which this file may be right, tightest first: up to the declared rounding
+    /// model, and only one of them where the router's rounding makes no difference.
+    pub fn models(&self) -> Vec<Model> {
+        let behind_router = matches!(self.problem.gating(), Gating::Router(_));
+        Model::ALL
+            .into_iter()
+            .filter(|model| match self.metadata.rounding_model {
+                Some(RoundingModel::Fused) => *model != Model::Eager,
+                Some(RoundingModel::Eager) | None => true,
+            })
+            .filter(|model| behind_router || *model != Model::FusedTensorRouter)
+            .collect()
+    }
+
+    /// Values of a result as they stand in the file: gate and up are interleaved here, and may not
+    /// be there.
+    ///
+    /// # Errors
+    /// Values of a shape other than the result's.
+    pub fn in_file_order(&self, output: Output, values: &ArrayD<f64>) -> Result<ArrayD<f64>> {
+        let halves = matches!(output, Output::Dw1 | Output::Db1 | Output::H | Output::Dh);
+        if halves && self.problem.activation().gated() {
+            self.layout.from_interleaved(output.name(), values.view())
+        } else {
+            Ok(values.clone())
+        }
+    }
+}

@@ -1,0 +1,202 @@
+//! `sonicmoe check`: the results in a file against the f64 truth of the file's own inputs.
+
+mod impostor;
+mod json;
+mod text;
+mod trial;
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+
+use crate::activation::Activation;
+use crate::cli::{Console, written};
+use crate::dump::{Dump, GatingKind, Model, Overrides};
+use crate::engine::Output;
+use crate::error::{Error, Result};
+use crate::layout::GateLayout;
+use crate::oracle::Verdict;
+use trial::Trial;
+
+/// Checks the outputs and gradients that any MoE implementation wrote to a file.
+///
+/// The layer is computed in float64 from the file's inputs, and every element of every result gets
+/// the largest error that a correct implementation can have by its own rounding. No tolerance is
+/// chosen by anybody. A result fails beyond its bound, and is VACUOUS if a wrong result (zeros,
+/// a constant, sign flipped, rows shifted, gate and up swapped) would have passed too.
+#[derive(Args, Clone, Debug)]
+#[command(after_long_help = HELP)]
+pub struct CheckArgs {
+    /// safetensors files, one run each
+    #[arg(required = true, value_name = "FILE")]
+    pub files: Vec<PathBuf>,
+    /// How scores follow from the logits: softmax_over_topk, topk_over_softmax,
+    /// topk_over_softmax_renormalized, or given
+    #[arg(long, value_name = "CONVENTION")]
+    pub router: Option<GatingKind>,
+    /// Where gate and up stand in w1: interleaved_gate_first, concatenated_gate_first or
+    /// concatenated_up_first
+    #[arg(long, value_name = "ORDER")]
+    pub layout: Option<GateLayout>,
+    /// swiglu, geglu, geglu_tanh, reglu, silu, gelu, gelu_tanh, relu or relu_squared
+    #[arg(long, value_name = "NAME")]
+    pub activation: Option<Activation>,
+    /// Experts per token
+    #[arg(long, value_name = "K")]
+    pub k: Option<usize>,
+    /// Judge under this model only: fused, fused_tensor_router or eager. Without it they are tried
+    /// in this order, up to the one that the file declares, and the report says which was needed
+    #[arg(long, value_name = "MODEL")]
+    pub rounding_model: Option<Model>,
+    /// How far exp and the like may err, in last places of the accumulator
+    #[arg(long, value_name = "ULPS")]
+    pub function_ulps: Option<f64>,
+    /// The file's name for one of our tensors, for example x=hidden_states; may be repeated
+    #[arg(long, value_name = "OURS=THEIRS", value_parser = name_pair)]
+    pub map: Vec<(String, String)>,
+    /// Judge only this result, for example dx; may be repeated
+    #[arg(long, value_name = "RESULT", value_parser = output)]
+    pub only: Vec<Output>,
+    /// Print one JSON document for programs instead of tables
+    #[arg(long)]
+    pub json: bool,
+}
+
+const HELP: &str = "\
+Examples:
+  sonicmoe check run.safetensors                      the file says its conventions itself
+  sonicmoe check --router given --layout concatenated_gate_first --activation swiglu run.safetensors
+  sonicmoe check --map x=hidden_states --map o=output run.safetensors
+  sonicmoe check --json runs/*.safetensors | jq .verdict
+
+Tensors in a file (T tokens, d model width, n expert width, E experts, R routed pairs):
+  x, dout (T,d)   w1 (E,2n,d)   w2 (E,d,n)   optional b1 (E,2n), b2 (E,d)
+  routing:  router_w (E,d), optional router_b (E), router_logits (T,E); or token_idx, expert_idx,
+            scores (R)
+  required: o, dx (T,d)  dw1  dw2; db1, db2 with biases; drouter_w (drouter_b) with a router, ds (R)
+            with given routing
+  optional: ds, dlogits, scores, expert_frequency, topk_frequency; and what passes between the
+            kernels, rows in expert order: h, a, y, dh, a_prime, dx_expanded
+Types: F64, F32, BF16, F16, each tensor its own. Metadata strings: router, w1_layout, activation, K;
+optional rounding_model (fused or eager), token_rounding, tile, producer, seed. Flags win.
+
+From Python:
+  safetensors.torch.save_file(dict(x=x, w1=w1, w2=w2, dout=dout, router_w=router_w, o=o, dx=x.grad,
+    dw1=w1.grad, dw2=w2.grad, drouter_w=router_w.grad), 'run.safetensors', metadata=dict(
+    router='topk_over_softmax', w1_layout='concatenated_gate_first', activation='swiglu', K='2'))
+
+Columns: `ratio` is error over bound at the worst element; above 1 it fails. `floor` is the smallest
+uniform relative error that would have failed. `bound/rms` is the median bound over the root mean
+square of the truth: near 1 a bound says little.
+
+Exit codes: 0 pass, 1 a number is wrong, 2 bad input or malformed file, 3 vacuous (the check could
+not have failed), 4 something required is missing, 5 a fault of this program. The worst by the order
+5, 2, 1, 3, 4, 0 wins.";
+
+fn name_pair(text: &str) -> std::result::Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((ours, theirs)) if !ours.is_empty() && !theirs.is_empty() => Ok((ours.into(), theirs.into())),
+        _ => Err("write OURS=THEIRS, for example x=hidden_states".into()),
+    }
+}
+
+fn output(text: &str) -> Result<Output> {
+    let mut all = Output::RESULTS.into_iter().chain(Output::INTERMEDIATES);
+    all.find(|output| output.name() == text).ok_or_else(|| {
+        Error::unknown("result", text, Output::RESULTS.into_iter().chain(Output::INTERMEDIATES).map(Output::name))
+    })
+}
+
+impl CheckArgs {
+    fn overrides(&self) -> Overrides {
+        Overrides {
+            router: self.router,
+            layout: self.layout,
+            activation: self.activation,
+            k: self.k,
+            names: self.map.iter().cloned().collect(),
+        }
+    }
+
+    fn judges(&self, output: Output) -> bool {
+        self.only.is_empty() || self.only.contains(&output)
+    }
+}
+
+/// What one file came to.
+#[derive(Debug)]
+pub struct Checked {
+    /// The file, read.
+    pub dump: Dump,
+    /// Models under which it is wrong, tightest first, each with the reason.
+    pub refused: Vec<(Model, String)>,
+    /// The trial that it passed, or the last.
+    trial: Trial,
+    /// The verdict on the file.
+    pub verdict: Verdict,
+}
+
+impl Checked {
+    /// The model of the trial that the file passed; of the last one if it passed none.
+    pub fn model(&self) -> Model {
+        self.trial.model
+    }
+}
+
+/// Checks every file and writes the report; the verdict is the worst.
+///
+/// # Errors
+/// Output that cannot be written.
+pub fn check(args: &CheckArgs, console: &Console, out: &mut dyn Write) -> Result<Verdict> {
+    let mut worst = Verdict::Pass;
+    let mut files = Vec::new();
+    let mut tally: Vec<Verdict> = Vec::new();
+    for path in &args.files {
+        let checked = check_file(path, args);
+        let verdict = checked.as_ref().map_or_else(|error| error.into(), |checked| checked.verdict);
+        worst = worst.max(verdict);
+        tally.push(verdict);
+        if args.json {
+            files.push(json::file(path, &checked));
+        } else {
+            written(out.write_all(console.paint(&text::file(path, &checked)).as_bytes()))?;
+        }
+    }
+    if args.json {
+        written(writeln!(out, "{}", json::document(worst, files)))?;
+    } else if args.files.len() > 1 {
+        written(out.write_all(console.paint(&text::summary(&tally, worst)).as_bytes()))?;
+    }
+    Ok(worst)
+}
+
+/// Checks one file.
+///
+/// # Errors
+/// A file that cannot be judged at all: see [`Dump::read`] and [`Dump::choose`].
+pub fn check_file(path: &Path, args: &CheckArgs) -> Result<Checked> {
+    let mut dump = Dump::read(path, &args.overrides())?;
+    if let Some(ulps) = args.function_ulps {
+        dump.function_ulps = ulps;
+    }
+    let models = args.rounding_model.map_or_else(|| dump.models(), |model| vec![model]);
+    let mut refused = Vec::new();
+    let mut remaining = models.into_iter().peekable();
+    while let Some(model) = remaining.next() {
+        match Trial::run(&dump, model, |output| args.judges(output)) {
+            Err(error) if remaining.peek().is_none() => return Err(error),
+            Err(error) => refused.push((model, error.to_string())),
+            Ok(trial) if !trial.passes() && remaining.peek().is_some() => refused.push((model, trial.failures())),
+            Ok(mut trial) => {
+                if trial.passes() {
+                    trial.try_impostors(&dump)?;
+                }
+                let missing = dump.missing.iter().any(|output| args.judges(*output));
+                let verdict = trial.verdict().max(if missing { Verdict::Incomplete } else { Verdict::Pass });
+                return Ok(Checked { dump, refused, trial, verdict });
+            }
+        }
+    }
+    Err(Error::internal("no rounding model was left to try"))
+}

@@ -1,0 +1,237 @@
+//! The report for people.
+
+use std::fmt::Write;
+use std::path::Path;
+
+use super::Checked;
+use super::trial::{Judged, Trial};
+use crate::dump::{Dump, Source};
+use crate::engine::{Output, RoundingModel};
+use crate::error::Error;
+use crate::oracle::{Judgement, Verdict, Worst};
+use crate::problem::Gating;
+use crate::report::{Align, Table, count, number};
+
+/// All that is said of one file; the last line is its verdict.
+pub(super) fn file(path: &Path, checked: &Result<Checked, Error>) -> String {
+    let path = path.display();
+    match checked {
+        Ok(checked) => of_checked(checked),
+        Err(error) => {
+            let verdict = Verdict::from(error);
+            let message = error.to_string();
+            let message = message.strip_prefix(&format!("{path}: ")).unwrap_or(&message);
+            format!("{path}: {message}: {verdict}\n")
+        }
+    }
+}
+
+/// The line below several files.
+pub(super) fn summary(tally: &[Verdict], worst: Verdict) -> String {
+    let mut kinds: Vec<Verdict> = tally.to_vec();
+    kinds.sort_unstable();
+    kinds.dedup();
+    let counted = kinds.iter().map(|kind| {
+        let files = tally.iter().filter(|verdict| *verdict == kind).count();
+        format!("{files} {kind}")
+    });
+    format!("{} files: {}; together: {worst}\n", tally.len(), counted.collect::<Vec<_>>().join(", "))
+}
+
+fn of_checked(checked: &Checked) -> String {
+    let Checked { dump, refused, trial, verdict } = checked;
+    let mut text = format!("{}\n", dump.path.display());
+    for line in heading(dump) {
+        let _ = writeln!(text, "  {line}");
+    }
+    for line in routing(dump, trial) {
+        let _ = writeln!(text, "  {line}");
+    }
+    text.push('\n');
+    text += &table(trial);
+    text.push('\n');
+    let mut several = false;
+    for judged in trial.judged.iter().filter(|judged| judged.verdict() != Verdict::Pass) {
+        let _ = writeln!(text, "  {}", cause(judged));
+        several = true;
+    }
+    for (model, reason) in refused {
+        let _ = writeln!(text, "  not {}: {reason}", model.words());
+    }
+    for line in remarks(dump, trial) {
+        let _ = writeln!(text, "  {line}");
+    }
+    if several {
+        let outputs = trial.judged.iter().filter(|judged| judged.verdict() != Verdict::Pass);
+        let mut names: Vec<Output> = outputs.map(|judged| judged.judgement.output).collect();
+        names.sort_unstable();
+        names.dedup();
+        let only: String = names.iter().map(|output| format!(" --only {output}")).collect();
+        let path = dump.path.display();
+        let _ = writeln!(text, "  repeat: sonicmoe check --rounding-model {}{only} {path}", trial.model);
+    }
+    let _ = writeln!(text, "{}: {}: {verdict}\n", dump.path.display(), summary_of(checked));
+    text
+}
+
+fn heading(dump: &Dump) -> Vec<String> {
+    let problem = &dump.problem;
+    let sizes = [problem.t(), problem.d(), problem.n(), problem.e()].map(|size| size.to_string()).join(",");
+    let from = match problem.gating() {
+        Gating::Router(router) => format!("K={}, router {}", router.k, router.convention),
+        Gating::Given { routing, .. } => format!("R={} given pairs", routing.routed()),
+    };
+    let biases = if problem.b1().is_some() { ", biases" } else { "" };
+    let order = if problem.activation().gated() { format!(", w1 {}", dump.layout) } else { String::new() };
+    let mut lines = vec![format!("T,d,n,E={sizes}, {from}, {}{biases}{order}, {}", problem.activation(), dump.storage)];
+    let producer = dump.metadata.producer.iter().map(|producer| format!("producer: {}", producer.escape_debug()));
+    let declared = dump.metadata.rounding_model.map(|model| match model {
+        RoundingModel::Fused => "declares: fused".to_string(),
+        RoundingModel::Eager => "declares: eager".to_string(),
+    });
+    let about: Vec<String> = producer.chain(declared).collect();
+    if !about.is_empty() {
+        lines.push(about.join("; "));
+    }
+    lines
+}
+
+fn routing(dump: &Dump, trial: &Trial) -> Vec<String> {
+    let chosen = &trial.chosen;
+    let mut lines = Vec::new();
+    match chosen.source {
+        Source::Given => {}
+        Source::Ids => lines.push("choice: the file's ids, each optimal within the error of its logits".to_string()),
+        Source::Logits => lines.push("choice: from the file's logits".to_string()),
+        Source::Computed => {
+            lines.push("choice: inferred from x and router_w, the file has no ids or logits".to_string())
+        }
+    }
+    if chosen.ambiguous > 0 {
+        lines.push(format!(
+            "{} tokens have more than one choice that is optimal within the error of their logits; {} of {} follow \
+             the row of o in the file",
+            chosen.ambiguous,
+            chosen.ambiguous - chosen.untried,
+            chosen.ambiguous
+        ));
+    }
+    if chosen.departing > 0 {
+        lines.push(format!("{} tokens are not sent to the exact top-K of these logits", chosen.departing));
+    }
+    lines.extend(trial.counts.iter().map(|held| format!("counts: {held}")));
+    if dump.mixed {
+        lines.push(format!("the tensors have several types; bounds are those of the coarsest, {}", dump.storage));
+    }
+    lines
+}
+
+fn table(trial: &Trial) -> String {
+    let mut table = Table::new([
+        ("result", Align::Left),
+        ("type", Align::Left),
+        ("elements", Align::Right),
+        ("worst error", Align::Right),
+        ("bound", Align::Right),
+        ("ratio", Align::Right),
+        ("floor", Align::Right),
+        ("bound/rms", Align::Right),
+        ("verdict", Align::Left),
+    ]);
+    for judged in &trial.judged {
+        let Judgement { output, elements, worst, floor, median_bound_over_rms, .. } = &judged.judgement;
+        let name = match judged.kernel {
+            Some(kernel) => format!("{output} of {kernel}"),
+            None => output.to_string(),
+        };
+        let (error, bound, ratio) = match worst {
+            Some(Worst { value, reference, bound, ratio, .. }) => {
+                (number((value - reference).abs()), number(*bound), number(*ratio))
+            }
+            None => ("–".into(), "–".into(), "–".into()),
+        };
+        table.row([
+            name,
+            judged.dtype.to_string(),
+            count(*elements as u64),
+            error,
+            bound,
+            ratio,
+            number(*floor),
+            if median_bound_over_rms.is_nan() { "–".into() } else { number(*median_bound_over_rms) },
+            judged.verdict().to_string(),
+        ]);
+    }
+    table.to_string().lines().map(|line| format!("  {line}\n")).collect()
+}
+
+/// Why a result does not pass.
+fn cause(judged: &Judged) -> String {
+    let Judgement { output, elements, skipped, failing, worst, clusters, .. } = &judged.judgement;
+    let mut text = match judged.kernel {
+        Some(kernel) => format!("{output} of {kernel}: "),
+        None => format!("{output}: "),
+    };
+    if *failing > 0 {
+        let _ =
+            write!(text, "{} of {} elements are beyond their bound", count(*failing as u64), count(*elements as u64));
+        if let Some(Worst { at, value, reference, bound, ratio }) = worst {
+            let _ = write!(
+                text,
+                "; worst at {at:?}: {value:e}, truth {reference:e}, bound {}, ratio {}",
+                number(*bound),
+                number(*ratio)
+            );
+        }
+        for cluster in clusters {
+            let _ = write!(text, "; {cluster}");
+        }
+    } else if skipped == elements {
+        text += "no element could be judged: all may lie beyond the range of the type";
+    } else {
+        let _ = write!(text, "this check could not have failed: {} would pass too", judged.impostors.join(", "));
+    }
+    text
+}
+
+fn remarks(dump: &Dump, trial: &Trial) -> Vec<String> {
+    let mut lines = Vec::new();
+    for judged in &trial.judged {
+        let Judgement { output, elements, skipped, .. } = &judged.judgement;
+        if *skipped > 0 {
+            let (skipped, elements) = (count(*skipped as u64), count(*elements as u64));
+            lines.push(format!("{output}: {skipped} of {elements} elements not judged, beyond the range of the type"));
+        }
+    }
+    if !dump.missing.is_empty() {
+        let names: Vec<&str> = dump.missing.iter().map(|output| output.name()).collect();
+        lines.push(format!("required and not in the file: {}", names.join(", ")));
+    }
+    if !trial.unjudged.is_empty() {
+        let names: Vec<&str> = trial.unjudged.iter().map(|output| output.name()).collect();
+        lines.push(format!("not judged under this model: {}", names.join(", ")));
+    }
+    if !dump.unused.is_empty() {
+        let names: Vec<String> = dump.unused.iter().map(|name| format!("`{}`", name.escape_debug())).collect();
+        lines.push(format!("not read: {}", names.join(", ")));
+    }
+    lines
+}
+
+/// What the verdict says in words, with the model.
+fn summary_of(checked: &Checked) -> String {
+    let Checked { dump, refused, trial, .. } = checked;
+    let words = trial.model.words();
+    let results = trial.judged.iter().filter(|judged| judged.kernel.is_none()).count();
+    if !trial.passes() {
+        return format!("wrong even under the rounding model {words}");
+    }
+    let largest = trial.judged.iter().map(|judged| judged.judgement.ratio()).fold(0.0, f64::max);
+    let needed = if refused.is_empty() { "as" } else { "only as" };
+    let missing = match dump.missing.len() {
+        0 => String::new(),
+        1 => ", 1 required result is missing".into(),
+        missing => format!(", {missing} required results are missing"),
+    };
+    format!("{results} results right {needed} {words}, largest ratio {}{missing}", number(largest))
+}

@@ -1,0 +1,137 @@
+//! One file under one rounding model.
+
+use std::collections::BTreeMap;
+
+use ndarray::ArrayD;
+
+use super::impostor;
+use crate::dump::{Chosen, Dump, Model};
+use crate::element::DType;
+use crate::engine::{Numerics, Output, Stored};
+use crate::error::Result;
+use crate::oracle::{Bounded, Judgement, Verdict, bound, judge, kernel};
+use crate::report::number;
+
+/// One result, judged; coordinates are those of the file.
+#[derive(Debug)]
+pub(super) struct Judged {
+    /// The kernel that was judged by what it read; none if the whole layer stands behind it.
+    pub kernel: Option<&'static str>,
+    /// The type in the file.
+    pub dtype: DType,
+    /// Element by element.
+    pub judgement: Judgement,
+    /// Wrong results that would have passed.
+    pub impostors: Vec<&'static str>,
+}
+
+impl Judged {
+    pub fn verdict(&self) -> Verdict {
+        let nothing_judged = self.judgement.elements > 0 && self.judgement.judged() == 0;
+        if !self.judgement.passes() {
+            Verdict::NumericFailure
+        } else if nothing_judged || !self.impostors.is_empty() {
+            Verdict::Vacuous
+        } else {
+            Verdict::Pass
+        }
+    }
+}
+
+/// All results of a file under one model.
+#[derive(Debug)]
+pub(super) struct Trial {
+    pub model: Model,
+    pub numerics: Numerics,
+    pub chosen: Chosen,
+    /// What holds of the counts per expert.
+    pub counts: Vec<String>,
+    /// The layer's results, then those of single kernels.
+    pub judged: Vec<Judged>,
+    /// Results of the file for which this model has no bound.
+    pub unjudged: Vec<Output>,
+    /// The layer's truths and bounds, until impostors have tried to pass.
+    bounds: BTreeMap<Output, Bounded>,
+}
+
+impl Trial {
+    /// Judges every result that `wanted` names: against the whole layer, and where the file has
+    /// what a kernel read, against that kernel alone.
+    pub fn run(dump: &Dump, model: Model, wanted: impl Fn(Output) -> bool) -> Result<Self> {
+        let numerics = dump.numerics(model);
+        let chosen = dump.choose(&numerics)?;
+        let counts = dump.check_counts(&chosen)?;
+        let bounds = bound::layer(&dump.problem, &chosen.routing, &numerics)?;
+        let mut judged = Vec::new();
+        let mut unjudged = Vec::new();
+        for output in Output::RESULTS.into_iter().chain(Output::INTERMEDIATES).filter(|output| wanted(*output)) {
+            let Some(stored) = dump.results.get(&output) else { continue };
+            match bounds.get(&output) {
+                Some(bounded) => judged.push(judge_in_file(dump, None, output, stored, bounded)?),
+                None => unjudged.push(output),
+            }
+        }
+        if reads_intermediates(dump) {
+            for kernel::KernelBound { kernel, output, bounded } in
+                kernel::kernels(&dump.problem, &chosen.routing, &dump.results, &numerics)?
+            {
+                if let (true, Some(stored)) = (wanted(output), dump.results.get(&output)) {
+                    judged.push(judge_in_file(dump, Some(kernel), output, stored, &bounded)?);
+                }
+            }
+        }
+        Ok(Self { model, numerics, chosen, counts, judged, unjudged, bounds })
+    }
+
+    /// Whether every result is within its bound.
+    pub fn passes(&self) -> bool {
+        self.judged.iter().all(|judged| judged.judgement.passes())
+    }
+
+    /// The worst verdict of all results; without any result nothing could have failed.
+    pub fn verdict(&self) -> Verdict {
+        self.judged.iter().map(Judged::verdict).max().unwrap_or(Verdict::Vacuous)
+    }
+
+    /// The failing results with the worst ratio of each, in a line.
+    pub fn failures(&self) -> String {
+        let failing = self.judged.iter().filter(|judged| !judged.judgement.passes());
+        let each = failing.map(|judged| {
+            let Judgement { output, failing, elements, .. } = &judged.judgement;
+            format!("{output} {failing}/{elements} (worst {}× its bound)", number(judged.judgement.ratio()))
+        });
+        each.collect::<Vec<_>>().join(", ")
+    }
+
+    /// Lets wrong results try to pass in the place of each result of the layer.
+    pub fn try_impostors(&mut self, dump: &Dump) -> Result<()> {
+        let bounds = std::mem::take(&mut self.bounds);
+        let swapped = impostor::swapped_halves(&dump.problem, &self.chosen.routing, &self.numerics)?;
+        for judged in self.judged.iter_mut().filter(|judged| judged.kernel.is_none()) {
+            let output = judged.judgement.output;
+            let (Some(bounded), Some(stored)) = (bounds.get(&output), dump.results.get(&output)) else { continue };
+            judged.impostors = impostor::passing(output, stored.dtype, bounded, swapped.get(&output))?;
+        }
+        Ok(())
+    }
+}
+
+/// Whether the file has a tensor that one kernel wrote for another to read.
+fn reads_intermediates(dump: &Dump) -> bool {
+    let between = Output::INTERMEDIATES.into_iter().filter(|output| *output != Output::Logits);
+    between.chain([Output::Dlogits]).any(|output| dump.results.contains_key(&output))
+}
+
+fn judge_in_file(
+    dump: &Dump,
+    kernel: Option<&'static str>,
+    output: Output,
+    stored: &Stored,
+    bounded: &Bounded,
+) -> Result<Judged> {
+    let order = |values: &ArrayD<f64>| dump.in_file_order(output, values);
+    let bounded = Bounded { truth: order(&bounded.truth)?, bound: order(&bounded.bound)? };
+    let stored = Stored { dtype: stored.dtype, values: order(&stored.values)? };
+    let judgement = judge(output, &stored, &bounded)?;
+    Ok(Judged { kernel, dtype: stored.dtype, judgement, impostors: Vec::new() })
+}

@@ -1,0 +1,66 @@
+//! Colours, where somebody can see them.
+
+use std::io::IsTerminal;
+
+use crate::oracle::Verdict;
+
+const RESET: &str = "\x1b[0m";
+
+/// How the report is shown.
+#[derive(Clone, Copy, Debug)]
+pub struct Console {
+    /// Whether verdicts are coloured.
+    pub colours: bool,
+}
+
+impl Console {
+    /// Colours only on a terminal, and not where `NO_COLOR` is set to anything.
+    pub fn of_process() -> Self {
+        let refused = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+        Self { colours: !refused && std::io::stdout().is_terminal() }
+    }
+
+    /// Colours each verdict that ends a line.
+    pub fn paint(&self, text: &str) -> String {
+        if !self.colours {
+            return text.to_string();
+        }
+        text.split_inclusive('\n').map(paint_line).collect()
+    }
+}
+
+fn paint_line(line: &str) -> String {
+    const ALL: [Verdict; 6] = [
+        Verdict::Pass,
+        Verdict::Incomplete,
+        Verdict::Vacuous,
+        Verdict::NumericFailure,
+        Verdict::ContractViolated,
+        Verdict::InternalError,
+    ];
+    let end = line.trim_end();
+    match ALL.into_iter().find(|verdict| end.ends_with(verdict.name())) {
+        None => line.to_string(),
+        Some(verdict) => {
+            let (before, word) = end.split_at(end.len() - verdict.name().len());
+            let colour = match verdict {
+                Verdict::Pass => "\x1b[32m",
+                Verdict::Incomplete | Verdict::Vacuous => "\x1b[33m",
+                _ => "\x1b[31m",
+            };
+            format!("{before}{colour}{word}{RESET}{}", &line[end.len()..])
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_verdicts_at_the_end_of_a_line_are_coloured() {
+        let text = "PASS is a word\nfile: PASS\n";
+        assert_eq!(Console { colours: false }.paint(text), text);
+        assert_eq!(Console { colours: true }.paint(text), "PASS is a word\nfile: \x1b[32mPASS\x1b[0m\n");
+    }
+}
