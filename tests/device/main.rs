@@ -9,6 +9,8 @@ mod agreement;
 mod buffers;
 mod machine;
 mod repetition;
+mod settings;
+mod size;
 
 use std::sync::OnceLock;
 

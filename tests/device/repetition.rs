@@ -8,10 +8,10 @@ use half::bf16;
 use sonicmoe::Problem;
 use sonicmoe::case::{Case, Pairing};
 use sonicmoe::engine::{Engine, Forward, Outcome, Record, run};
-use sonicmoe::sonic::gpu::compile::KernelName;
 use sonicmoe::sonic::gpu::device::Guards;
 use sonicmoe::sonic::gpu::{GpuEngine, Tuning};
 
+use crate::settings::{GROUPED_GEMMS, WEIGHT_GEMMS};
 use crate::{engine_or_skip, first_difference, run_and_judge};
 
 fn case(seed: u64) -> Case {
@@ -96,24 +96,17 @@ fn a_kernel_that_waits_beyond_its_bound_is_named() {
 #[test]
 #[ignore = "ends the CUDA context of its process; run by the test above"]
 fn stalls_in_a_process_of_its_own() {
-    let engine = GpuEngine::open().unwrap().tuned(every_gemm("SONIC_WAIT_LIMIT_NS", 0));
+    let engine = GpuEngine::open().unwrap();
     let problem = case(7).problem::<bf16>().unwrap();
-    let error = run(&engine, &problem, Record::Results).unwrap_err().to_string();
-    assert!(error.contains("kernel up_forward stalled") && error.contains("waited beyond its bound"), "{error}");
-    let again = run(&engine, &problem, Record::Results).unwrap_err().to_string();
-    assert_eq!(again, error, "a lost device says why, again");
+    let error = engine.device().stall().unwrap_err().to_string();
+    assert!(error.contains("kernel stall stalled: the epilogue, for its operand"), "{error}");
+    assert!(error.contains("slot 3, parity 0, block 0"), "{error}");
+    let later = run(&engine, &problem, Record::Results).unwrap_err().to_string();
+    assert_eq!(later, error, "a lost device says why, again");
     eprintln!("stalled as expected: {error}");
 }
 
 fn every_gemm(constant: &'static str, value: u32) -> Tuning {
-    [
-        KernelName::UpForward,
-        KernelName::DownForward,
-        KernelName::DownBackwardActivation,
-        KernelName::DownBackwardWeight,
-        KernelName::UpBackwardActivation,
-        KernelName::UpBackwardWeight,
-    ]
-    .map(|kernel| (kernel, BTreeMap::from([(constant, value)])))
-    .into()
+    let kernels = GROUPED_GEMMS.into_iter().chain(WEIGHT_GEMMS);
+    kernels.map(|kernel| (kernel, BTreeMap::from([(constant, value)]))).collect()
 }

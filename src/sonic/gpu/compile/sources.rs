@@ -92,6 +92,8 @@ kernels! {
     DownBiasGradient = "down_bias_gradient",
     /// Kernel 8: dx.
     CombineInputGradient = "combine_input_gradient",
+    /// None of the method: it stalls, so that the report of a stall can be tried.
+    Stall = "stall",
 }
 
 #[cfg(test)]

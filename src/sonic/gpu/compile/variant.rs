@@ -18,7 +18,7 @@ pub(super) const OPTIONS: [&str; 5] = [
 ];
 
 /// Threads of a combine's block; host and kernel count blocks with it.
-pub(in crate::sonic::gpu) const COMBINE_THREADS: u32 = 256;
+pub(in crate::sonic::gpu) const COMBINE_THREADS: u32 = 128;
 
 /// One compiled form of a kernel: the kernel and its `-D` constants.
 ///
@@ -42,6 +42,8 @@ impl Variant {
             KernelName::CombineOutput | KernelName::CombineInputGradient => {
                 variant.with("COMBINE_THREADS", COMBINE_THREADS)
             }
+            // 10 ms: long beside any launch, short for whoever waits for the report.
+            KernelName::Stall => variant.with("SONIC_WAIT_LIMIT_NS", 10_000_000),
             _ => variant,
         }
     }

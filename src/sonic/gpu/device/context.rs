@@ -11,9 +11,9 @@ use cudarc::driver::{CudaContext, CudaStream};
 
 use crate::error::Error;
 use crate::sonic::gpu::absence::Absence;
-use crate::sonic::gpu::compile::{CubinCache, Found, Variant};
+use crate::sonic::gpu::compile::{CubinCache, Found, KernelName, Variant};
 
-use super::kernel::Kernel;
+use super::kernel::{Argument, Grid, Kernel};
 use super::pool::Pool;
 use super::probe::{self, Properties, name_of};
 use super::status::StatusBoard;
@@ -117,6 +117,20 @@ impl Device {
             }
         }
         Ok(())
+    }
+
+    /// Runs a kernel that waits for what never comes, to try how a stall is reported. The device is
+    /// lost afterwards.
+    ///
+    /// # Errors
+    /// The stall, by kernel, role, slot, block and thread; or what kept the kernel from running.
+    pub fn stall(&self) -> crate::Result<()> {
+        let kernel = self.kernel(&Variant::of(KernelName::Stall))?;
+        let status = self.board.slot(KernelName::Stall);
+        let grid = Grid { blocks: 1, threads: 32, shared_bytes: 0, cluster: 1 };
+        // SAFETY: the kernel takes one address, of status words that live as long as the device.
+        unsafe { kernel.launch(self, grid, &[Argument::of(&status)]) }?;
+        self.wait()
     }
 
     /// Bytes of device memory that buffers on this device hold now, once all work is done.
