@@ -66,21 +66,14 @@ class DownBackwardEpilogue {
         parts_ = rows > 0 ? ceil_div(u32(width), kPart) : 0;
     }
 
-    // Once the boxes of the previous tile have left, the first boxes of H come in; the rest of the
-    // warp's rows of H starts towards L2, a few rows a step.
+    // Once the boxes of the previous tile have left, the first boxes of H come in.
     __device__ __forceinline__ void overlap(i32 step, i32 steps) {
-        u32 rows_a_step = ceil_div(kBoxRows, u32(steps));
-        u32 line = u32(step) * rows_a_step + lane_index();
-        if (parts_ > kHBoxes && lane_index() < rows_a_step && i32(line) < min_of(rows_, i32(kBoxRows))) {
-            i32 column = (kGated ? 2 * tile_.column : tile_.column) + i32(kHBoxes * kHColumns);
-            i32 width = min_of(dh_.stride - column, i32((parts_ - kHBoxes) * kHColumns));
-            prefetch_l2(p_.h + i64(row_ + i32(line)) * dh_.stride + column, u32(width) * 2);
-        }
         if (step == min_of(2, steps - 1)) {
-            if (lane_index() == 0) {
+            if (elect_lane()) {
                 store_wait_read<0>();
-                for (u32 part = 0; part < min_of(parts_, kHBoxes); ++part) load_h(part);
+                for (u32 part = 0; part < min_of(parts_, kHBoxes); ++part) load_h(loaded_ + part, part);
             }
+            loaded_ += min_of(parts_, kHBoxes);
             __syncwarp();
         }
     }
@@ -100,25 +93,30 @@ class DownBackwardEpilogue {
             u32 a_box = shared_address(shared_.a[used_ % 2]);
             barrier_wait(&full_[slot], (used_ / kHBoxes) % 2, Role::kEpilogue, slot, p_.status);
             __syncwarp();
+            const f32* g = acc + part * 16;
+            HFragment h, dh;
             u32 a_pairs[8];
+            read_h(h_box, h);
 #pragma unroll
             for (u32 j = 0; j < 4; ++j) {
-                const f32* g = acc + part * 16 + 4 * j;
-                a_pairs[2 * j] = backward_pair(h_box, j, upper_, g[0], g[1], score_upper, ds_upper);
-                a_pairs[2 * j + 1] = backward_pair(h_box, j, upper_ + 8, g[2], g[3], score_lower, ds_lower);
+                a_pairs[2 * j] = backward_pair(h, dh, 2 * j, g[4 * j], g[4 * j + 1], score_upper, ds_upper);
+                a_pairs[2 * j + 1] = backward_pair(h, dh, 2 * j + 1, g[4 * j + 2], g[4 * j + 3], score_lower, ds_lower);
             }
+            write_dh(h_box, dh);
             write_box<kPart>(a_box, a_pairs, row_of_line<kRows>(lane_index() % 16));
             publish_box();
             i32 column = tile_.column + i32(part * kPart);
             store_box<kHColumns>(h_box, dh_, row_, rows_, kGated ? 2 * column : column);
             store_box<kPart>(a_box, a_, row_, rows_, column);
             ++used_;
-            if (lane_index() == 0) {
+            bool another = part >= 1 && part + kHBoxes - 1 < parts_;
+            if (elect_lane()) {
                 store_commit();
                 // The boxes of the part before this one have left: the next but two comes in.
                 store_wait_read<1>();
-                if (part >= 1 && part + kHBoxes - 1 < parts_) load_h(part + kHBoxes - 1);
+                if (another) load_h(loaded_, part + kHBoxes - 1);
             }
+            loaded_ += another;
             __syncwarp();
         }
         store_ds(upper, ds_upper);
@@ -126,40 +124,69 @@ class DownBackwardEpilogue {
     }
 
     __device__ __forceinline__ void drain() {
-        if (lane_index() == 0) store_wait<0>();
+        if (elect_lane()) store_wait<0>();
     }
 
   private:
-    // Lane 0: the box of `part` of the current tile, whose slot is free. Rows beyond the expert's end
-    // bring the next expert's H, which no stored value depends on.
-    __device__ __forceinline__ void load_h(u32 part) {
-        u32 slot = loaded_ % kHBoxes;
+    // This lane's share of 16 rows of H or dH: entry 2j is row l/4 and 2j + 1 the row eight further
+    // down, columns 8j + 2(l%4) + {0, 1} of G; gate and up of each, or of both columns without a gate.
+    struct HFragment {
+        u32 pairs[8][kGated ? 2 : 1];
+    };
+
+    // One lane: box number `count` of H, `part` of the current tile, whose slot is free. Rows beyond the
+    // expert's end bring the next expert's H, which no stored value depends on.
+    __device__ __forceinline__ void load_h(u32 count, u32 part) {
+        u32 slot = count % kHBoxes;
         i32 column = tile_.column + i32(part * kPart);
         barrier_arrive_expect(&full_[slot], kBoxBytes<kHColumns>);
         tma_load_2d(shared_.h[slot], &maps_.h, &full_[slot], kGated ? 2 * column : column, row_, kEvictFirst);
-        ++loaded_;
     }
 
-    // Columns 8j + 2(l%4) + {0, 1} of one row: replaces h by dh, adds to ds, returns a′ packed.
-    __device__ __forceinline__ u32 backward_pair(u32 box, u32 j, u32 row, f32 g0, f32 g1, f32 score, f32& ds) const {
-        u32 quad = lane_index() % 4;
+    __device__ __forceinline__ u32 h_address(u32 box, u32 entry) const {
+        u32 quad = lane_index() % 4, row = upper_ + entry % 2 * 8, j = entry / 2;
+        if constexpr (kGated) return (box + box_offset<64>(row, quad / 2) + quad % 2 * 8) ^ (j << 5);
+        return (box + box_offset<32>(row, 0) + quad * 4) ^ (j << 4);
+    }
+
+    __device__ __forceinline__ void read_h(u32 box, HFragment& h) const {
+#pragma unroll
+        for (u32 i = 0; i < 8; ++i) {
+            if constexpr (kGated) {
+                asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                             : "=r"(h.pairs[i][0]), "=r"(h.pairs[i][1]) : "r"(h_address(box, i)) : "memory");
+            } else {
+                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(h.pairs[i][0]) : "r"(h_address(box, i)) : "memory");
+            }
+        }
+    }
+
+    __device__ __forceinline__ void write_dh(u32 box, const HFragment& dh) const {
+#pragma unroll
+        for (u32 i = 0; i < 8; ++i) {
+            if constexpr (kGated) {
+                asm volatile("st.shared.v2.u32 [%0], {%1, %2};"
+                             ::"r"(h_address(box, i)), "r"(dh.pairs[i][0]), "r"(dh.pairs[i][1]) : "memory");
+            } else {
+                store_shared_4(h_address(box, i), dh.pairs[i][0]);
+            }
+        }
+    }
+
+    // Two columns of G in one row: fills dh, adds to ds, returns a′ packed.
+    static __device__ __forceinline__ u32 backward_pair(const HFragment& h, HFragment& dh, u32 entry, f32 g0, f32 g1,
+                                                        f32 score, f32& ds) {
         ActivationGradient first, second;
+        const u32* pairs = h.pairs[entry];
         if constexpr (kGated) {
-            u32 address = (box + box_offset<64>(row, quad / 2) + quad % 2 * 8) ^ (j << 5);
-            u32 h0, h1;
-            asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(h0), "=r"(h1) : "r"(address) : "memory");
-            first = activate_backward<SONIC_ACTIVATION>(low_f32(h0), high_f32(h0), score * g0);
-            second = activate_backward<SONIC_ACTIVATION>(low_f32(h1), high_f32(h1), score * g1);
-            asm volatile("st.shared.v2.u32 [%0], {%1, %2};"
-                         ::"r"(address), "r"(pack_bf16(first.d_gate, first.d_up)),
-                         "r"(pack_bf16(second.d_gate, second.d_up)) : "memory");
+            first = activate_backward<SONIC_ACTIVATION>(low_f32(pairs[0]), high_f32(pairs[0]), score * g0);
+            second = activate_backward<SONIC_ACTIVATION>(low_f32(pairs[1]), high_f32(pairs[1]), score * g1);
+            dh.pairs[entry][0] = pack_bf16(first.d_gate, first.d_up);
+            dh.pairs[entry][1] = pack_bf16(second.d_gate, second.d_up);
         } else {
-            u32 address = box + box_offset<32>(row, j) + quad * 4;
-            u32 h01;
-            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(h01) : "r"(address) : "memory");
-            first = activate_backward<SONIC_ACTIVATION>(low_f32(h01), 0.0f, score * g0);
-            second = activate_backward<SONIC_ACTIVATION>(high_f32(h01), 0.0f, score * g1);
-            store_shared_4(address, pack_bf16(first.d_gate, second.d_gate));
+            first = activate_backward<SONIC_ACTIVATION>(low_f32(pairs[0]), 0.0f, score * g0);
+            second = activate_backward<SONIC_ACTIVATION>(high_f32(pairs[0]), 0.0f, score * g1);
+            dh.pairs[entry][0] = pack_bf16(first.d_gate, second.d_gate);
         }
         ds += g0 * first.a;
         ds += g1 * second.a;
@@ -187,7 +214,7 @@ class DownBackwardEpilogue {
     i32 row_;
     i32 rows_;
     u32 parts_;
-    u32 loaded_ = 0;  // boxes of H, over all tiles; lane 0
+    u32 loaded_ = 0;  // boxes of H, over all tiles
     u32 used_ = 0;
 };
 

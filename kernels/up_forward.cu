@@ -94,7 +94,7 @@ class UpForwardEpilogue {
     }
 
     __device__ __forceinline__ void drain() {
-        if (lane_index() == 0) store_wait<0>();
+        if (elect_lane()) store_wait<0>();
     }
 
   private:

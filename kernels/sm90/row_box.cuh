@@ -43,14 +43,9 @@ struct BoxTarget {
     i32 stride;
 };
 
-// Called by the converged warp after it wrote the box. `row` is the box's first row, `rows` how many
-// exist. The caller commits the group (lane 0) and reuses the box only after wait_for_box.
+// Rows beyond the expert's end stay out: 16-byte stores of the `rows` < 16 that exist.
 template <u32 kColumns>
-__device__ __forceinline__ void store_box(u32 box, const BoxTarget& target, i32 row, i32 rows, i32 column) {
-    if (rows >= i32(kBoxRows)) {
-        if (lane_index() == 0) tma_store_2d(target.map, box, column, row);
-        return;
-    }
+__device__ __forceinline__ void store_partial_box(u32 box, const BoxTarget& target, i32 row, i32 rows, i32 column) {
     constexpr u32 kLanesPerRow = kColumns / 8;
     constexpr u32 kRowsAtOnce = 32 / kLanesPerRow;
     u32 line = lane_index() / kLanesPerRow, chunk = lane_index() % kLanesPerRow;
@@ -65,10 +60,21 @@ __device__ __forceinline__ void store_box(u32 box, const BoxTarget& target, i32 
     __syncwarp();
 }
 
+// Called by the converged warp after publish_box. `row` is the box's first row, `rows` how many exist.
+// The caller commits the group and reuses the box only after wait_for_box.
+template <u32 kColumns>
+__device__ __forceinline__ void store_box(u32 box, const BoxTarget& target, i32 row, i32 rows, i32 column) {
+    if (rows >= i32(kBoxRows)) {
+        if (elect_lane()) tma_store_2d(target.map, box, column, row);
+    } else {
+        store_partial_box<kColumns>(box, target, row, rows, column);
+    }
+}
+
 // Before writing into a box: until at most kPending younger groups still read shared memory.
 template <u32 kPending>
 __device__ __forceinline__ void wait_for_box() {
-    if (lane_index() == 0) store_wait_read<kPending>();
+    if (elect_lane()) store_wait_read<kPending>();
     __syncwarp();
 }
 
@@ -79,7 +85,7 @@ __device__ __forceinline__ void publish_box() {
 }
 
 __device__ __forceinline__ void commit_boxes() {
-    if (lane_index() == 0) store_commit();
+    if (elect_lane()) store_commit();
 }
 
 }  // namespace sonic

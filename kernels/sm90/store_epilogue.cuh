@@ -66,17 +66,26 @@ class StoreEpilogue {
             round_into_box<64>(boxes_ + part * kBoxBytes<64>, acc + part * 32);
         }
         publish_box();
+        if (rows_ >= i32(kBoxRows)) {
+            if (elect_lane()) {
+#pragma unroll
+                for (u32 part = 0; part < kParts; ++part) {
+                    i32 column = tile_.column + i32(part * 64);
+                    if (column < p_.n) tma_store_2d(target_.map, boxes_ + part * kBoxBytes<64>, column, row_);
+                }
+                store_commit();
+            }
+        } else {
 #pragma unroll 1
-        for (u32 part = 0; part < kParts; ++part) {
-            i32 column = tile_.column + i32(part * 64);
-            if (column >= p_.n) break;
-            store_box<64>(boxes_ + part * kBoxBytes<64>, target_, row_, rows_, column);
+            for (u32 part = 0; part < kParts; ++part) {
+                i32 column = tile_.column + i32(part * 64);
+                store_partial_box<64>(boxes_ + part * kBoxBytes<64>, target_, row_, rows_, column);
+            }
         }
-        commit_boxes();
     }
 
     __device__ __forceinline__ void drain() {
-        if (lane_index() == 0) store_wait<0>();
+        if (elect_lane()) store_wait<0>();
     }
 
   private:

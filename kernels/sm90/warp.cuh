@@ -36,7 +36,8 @@ __device__ __forceinline__ u32 uniform(u32 v) { return __shfl_sync(0xffffffffu, 
 
 __device__ __forceinline__ u32 lane_index() { return threadIdx.x & 31u; }
 
-// True in exactly one lane of a converged warp.
+// True in exactly one lane of a converged warp, always the same one. Unlike a test of the lane index it
+// tells the compiler that one lane is left, so that TMA operands need no loop over distinct values.
 __device__ __forceinline__ bool elect_lane() {
     u32 elected;
     asm volatile(
