@@ -14,7 +14,8 @@ use crate::error::Result;
 use crate::oracle::Verdict;
 use crate::report::{Align, Table, count, number};
 use crate::shape::Shape;
-use crate::verify::{Campaign, Findings, campaign};
+use crate::sonic::gpu::GpuEngine;
+use crate::verify::{Campaign, Findings, Subject, campaign};
 
 /// Draws random MoE layers, runs them through standard autograd and through SonicMoE, and judges
 /// every result.
@@ -25,8 +26,9 @@ Examples:
   sonicmoe verify --dtype f32 --cases 1000
   sonicmoe verify --shape 2048,256,128,16,4 --activation geglu --cases 5
   sonicmoe verify --seed 7 --first 123 --cases 1   repeats one case of a campaign
+  sonicmoe verify --device cuda --cases 500        the Hopper kernels alone
 
-Exit code: 0 all claims hold, 1 a number is wrong, 2 bad input, 4 a claim was not judged.")]
+Exit code: 0 all claims hold, 1 a number is wrong, 2 bad input, 4 a claim was not judged, or\n--device cuda without a device.")]
 pub struct VerifyArgs {
     /// How many problems to draw
     #[arg(long, default_value_t = 200)]
@@ -46,15 +48,26 @@ pub struct VerifyArgs {
     /// Draw only this activation
     #[arg(long)]
     activation: Option<Activation>,
+    /// Where SonicMoE runs; without this on the CPU, and on a GPU too if there is one
+    #[arg(long, value_enum)]
+    device: Option<Place>,
     /// Print JSON instead of a table
     #[arg(long)]
     json: bool,
 }
 
-/// Runs the campaign, prints what it found, and returns the verdict.
+/// Where SonicMoE runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Place {
+    Cpu,
+    Cuda,
+}
+
+/// Runs the campaign where it can, prints what it found and what was skipped, and returns the
+/// verdict.
 ///
 /// # Errors
-/// A size that cannot be drawn.
+/// A size that cannot be drawn, or a device that fails.
 pub fn verify(args: &VerifyArgs) -> Result<Verdict> {
     let plan = Campaign {
         seed: args.seed,
@@ -63,6 +76,25 @@ pub fn verify(args: &VerifyArgs) -> Result<Verdict> {
         fixed: Fixed { shape: args.shape, activation: args.activation },
         dtype: args.dtype,
     };
+    let mut verdict = Verdict::Pass;
+    if args.device != Some(Place::Cuda) {
+        verdict = verdict.max(run_and_print(args, &plan, Subject::Cpu)?);
+    }
+    if args.device != Some(Place::Cpu) {
+        match GpuEngine::open() {
+            Ok(engine) => verdict = verdict.max(run_and_print(args, &plan, Subject::Cuda(&engine))?),
+            Err(absence) => {
+                eprintln!("skipped: the CUDA path: {absence}");
+                if args.device == Some(Place::Cuda) {
+                    verdict = Verdict::Incomplete;
+                }
+            }
+        }
+    }
+    Ok(verdict)
+}
+
+fn run_and_print(args: &VerifyArgs, plan: &Campaign, subject: Subject<'_>) -> Result<Verdict> {
     let bar = if std::io::stderr().is_terminal() && !args.json {
         ProgressBar::new(args.cases).with_style(
             ProgressStyle::with_template("{bar:40} {pos}/{len} problems, {eta} left")
@@ -71,24 +103,25 @@ pub fn verify(args: &VerifyArgs) -> Result<Verdict> {
     } else {
         ProgressBar::hidden()
     };
-    let findings = campaign(&plan, |done| bar.set_position(done))?;
+    let findings = campaign(plan, subject, |done| bar.set_position(done))?;
     bar.finish_and_clear();
-    let verdict = findings.verdict();
+    let engine = match subject {
+        Subject::Cpu if plan.dtype == DType::F64 => "the CPU in f64".to_owned(),
+        Subject::Cpu => format!("the CPU in {} with f32 sums", plan.dtype),
+        Subject::Cuda(engine) => format!("{} in bf16 with f32 sums", engine.device().properties().name),
+    };
     if args.json {
-        println!("{}", as_json(&plan, &findings));
+        println!("{}", as_json(plan, &engine, &findings));
     } else {
-        print!("{}", as_text(&plan, &findings));
+        print!("{}", as_text(plan, subject, &engine, &findings));
     }
-    Ok(verdict)
+    Ok(findings.verdict())
 }
 
-fn as_text(plan: &Campaign, findings: &Findings) -> String {
+fn as_text(plan: &Campaign, subject: Subject<'_>, engine: &str, findings: &Findings) -> String {
     let mut text = format!(
-        "{} random MoE layers (seed {}), SonicMoE on the CPU in {} with {} sums, judged against f64.\n\n",
-        findings.cases,
-        plan.seed,
-        plan.dtype,
-        if plan.dtype == DType::F64 { DType::F64 } else { DType::F32 },
+        "{} random MoE layers (seed {}), SonicMoE on {engine}, judged against f64.\n\n",
+        findings.cases, plan.seed,
     );
     text += "drawn among them: ";
     let drawn = |class: Class| format!("{} {}", findings.classes.get(&class).unwrap_or(&0), class.name());
@@ -142,7 +175,7 @@ fn as_text(plan: &Campaign, findings: &Findings) -> String {
             plan.seed,
             failure.index,
             plan.dtype,
-            held_fixed(plan),
+            held_fixed(plan, subject),
         );
     }
     let met: Vec<_> = findings.claims.values().filter(|tally| tally.met()).collect();
@@ -151,13 +184,14 @@ fn as_text(plan: &Campaign, findings: &Findings) -> String {
     text
 }
 
-fn held_fixed(plan: &Campaign) -> String {
+fn held_fixed(plan: &Campaign, subject: Subject<'_>) -> String {
+    let device = matches!(subject, Subject::Cuda(_)).then(|| " --device cuda".to_owned());
     let shape = plan.fixed.shape.map(|shape| format!(" --shape {shape}"));
     let activation = plan.fixed.activation.map(|activation| format!(" --activation {activation}"));
-    shape.into_iter().chain(activation).collect()
+    shape.into_iter().chain(activation).chain(device).collect()
 }
 
-fn as_json(plan: &Campaign, findings: &Findings) -> String {
+fn as_json(plan: &Campaign, engine: &str, findings: &Findings) -> String {
     let claims: Vec<_> = findings
         .claims
         .iter()
@@ -190,7 +224,7 @@ fn as_json(plan: &Campaign, findings: &Findings) -> String {
         .map(|class| (class.name().to_owned(), json!(findings.classes.get(class).unwrap_or(&0))))
         .collect();
     json!({
-        "seed": plan.seed, "first": plan.first, "cases": findings.cases, "dtype": plan.dtype.name(),
+        "engine": engine, "seed": plan.seed, "first": plan.first, "cases": findings.cases, "dtype": plan.dtype.name(),
         "classes": classes, "claims": claims, "failures": failures, "verdict": findings.verdict().name(),
     })
     .to_string()

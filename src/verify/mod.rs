@@ -26,9 +26,11 @@ use crate::case::campaign::{self, Fixed};
 use crate::case::strategy::Limits;
 use crate::case::{Case, Class};
 use crate::element::{DType, Element};
-use crate::error::Result;
+use crate::engine::Engine;
+use crate::error::{Error, Result};
 use crate::oracle::Verdict;
 use crate::sonic::cpu::CpuEngine;
+use crate::sonic::gpu::GpuEngine;
 
 /// What a campaign draws.
 #[derive(Clone, Copy, Debug)]
@@ -89,23 +91,59 @@ impl Findings {
     }
 }
 
-/// Cases examined side by side; their findings are added up in order, so that the result does not
-/// depend on the number of threads.
-const BATCH: u64 = 16;
+/// What a campaign puts before the oracles.
+#[derive(Clone, Copy, Debug)]
+pub enum Subject<'e> {
+    /// SonicMoE on the CPU, with f32 sums (f64 beside f64 storage); the two f64 derivations of the
+    /// truth are compared on every case too.
+    Cpu,
+    /// SonicMoE on a Hopper GPU, bf16 storage.
+    Cuda(&'e GpuEngine),
+}
 
-/// Runs a campaign on the CPU; `progress` is told how many cases are done.
+impl Subject<'_> {
+    fn limits(self) -> Limits {
+        match self {
+            Self::Cpu => Limits::SMALL,
+            Self::Cuda(_) => Limits::DEVICE,
+        }
+    }
+
+    /// Cases examined side by side. A device takes one at a time, and the oracles are parallel.
+    fn side_by_side(self) -> u64 {
+        match self {
+            Self::Cpu => 16,
+            Self::Cuda(_) => 1,
+        }
+    }
+
+    fn examine(self, case: &Case, dtype: DType) -> Result<(Vec<Finding>, Vec<Class>)> {
+        match (self, dtype) {
+            (Self::Cpu, DType::F64) => examine_on_cpu::<f64>(case, &CpuEngine::<f64>::new()),
+            (Self::Cpu, DType::F32) => examine_on_cpu::<f32>(case, &CpuEngine::<f32>::new()),
+            (Self::Cpu, DType::BF16) => examine_on_cpu::<bf16>(case, &CpuEngine::<f32>::new()),
+            (Self::Cpu, DType::F16) => examine_on_cpu::<f16>(case, &CpuEngine::<f32>::new()),
+            (Self::Cuda(engine), DType::BF16) => examine_stored::<bf16>(case, engine),
+            (Self::Cuda(_), other) => Err(Error::unknown("dtype of the CUDA path", other.name(), [DType::BF16.name()])),
+        }
+    }
+}
+
+/// Runs a campaign; `progress` is told how many cases are done. The findings do not depend on the
+/// number of threads.
 ///
 /// # Errors
-/// The first case that an engine refuses: cases are drawn so that none does.
-pub fn campaign(campaign: &Campaign, mut progress: impl FnMut(u64)) -> Result<Findings> {
+/// The first case that the engine refuses (cases are drawn so that none does), or a storage type
+/// that it does not have.
+pub fn campaign(campaign: &Campaign, subject: Subject<'_>, mut progress: impl FnMut(u64)) -> Result<Findings> {
     let mut findings = Findings::default();
-    let end = campaign.first + campaign.cases;
-    for start in (campaign.first..end).step_by(BATCH as usize) {
-        let batch: Vec<_> = (start..end.min(start + BATCH))
+    let end = campaign.first.saturating_add(campaign.cases);
+    for start in (campaign.first..end).step_by(subject.side_by_side() as usize) {
+        let batch: Vec<_> = (start..end.min(start + subject.side_by_side()))
             .into_par_iter()
             .map(|index| {
-                let case = campaign::case(campaign.seed, index, Limits::SMALL, campaign.fixed);
-                examine_case(&case, campaign.dtype).map(|(findings, classes)| (index, case, findings, classes))
+                let case = campaign::case(campaign.seed, index, subject.limits(), campaign.fixed);
+                subject.examine(&case, campaign.dtype).map(|(findings, classes)| (index, case, findings, classes))
             })
             .collect();
         for examined in batch {
@@ -117,18 +155,13 @@ pub fn campaign(campaign: &Campaign, mut progress: impl FnMut(u64)) -> Result<Fi
     Ok(findings)
 }
 
-fn examine_case(case: &Case, dtype: DType) -> Result<(Vec<Finding>, Vec<Class>)> {
-    match dtype {
-        DType::F64 => examine_stored::<f64>(case, &CpuEngine::<f64>::new()),
-        DType::F32 => examine_stored::<f32>(case, &CpuEngine::<f32>::new()),
-        DType::BF16 => examine_stored::<bf16>(case, &CpuEngine::<f32>::new()),
-        DType::F16 => examine_stored::<f16>(case, &CpuEngine::<f32>::new()),
-    }
+fn examine_on_cpu<S: Element>(case: &Case, engine: &dyn Engine<S>) -> Result<(Vec<Finding>, Vec<Class>)> {
+    let (mut findings, classes) = examine_stored::<S>(case, engine)?;
+    findings.extend(agreement(&case.problem::<f64>()?)?);
+    Ok((findings, classes))
 }
 
-fn examine_stored<S: Element>(case: &Case, engine: &dyn crate::Engine<S>) -> Result<(Vec<Finding>, Vec<Class>)> {
-    let problem = case.problem::<S>()?;
-    let Examination { routing, mut findings } = examine(engine, &problem)?;
-    findings.extend(agreement(&case.problem::<f64>()?)?);
+fn examine_stored<S: Element>(case: &Case, engine: &dyn Engine<S>) -> Result<(Vec<Finding>, Vec<Class>)> {
+    let Examination { routing, findings } = examine(engine, &case.problem::<S>()?)?;
     Ok((findings, case.classes(&routing).into_iter().collect()))
 }

@@ -10,7 +10,7 @@ use sonicmoe::case::{Case, Class};
 use sonicmoe::oracle::Verdict;
 use sonicmoe::reference::StandardMoe;
 use sonicmoe::sonic::cpu::CpuEngine;
-use sonicmoe::verify::{Campaign, Finding, agreement, campaign, examine};
+use sonicmoe::verify::{Campaign, Finding, Subject, agreement, campaign, examine};
 use sonicmoe::{DType, Element, Engine};
 
 fn config(cases: u32) -> ProptestConfig {
@@ -104,7 +104,7 @@ fn standard_autograd_in_f32_is_within_the_eager_bounds_and_keeps_more() {
 #[test]
 fn a_campaign_meets_every_claim_and_draws_every_class_often_enough() {
     let plan = Campaign { seed: 1, first: 0, cases: 200, fixed: Fixed::default(), dtype: DType::BF16 };
-    let findings = campaign(&plan, |_| {}).unwrap();
+    let findings = campaign(&plan, Subject::Cpu, |_| {}).unwrap();
     let failures: Vec<_> = findings.failures.iter().map(|failure| &failure.finding.explanation).collect();
     assert_eq!(findings.verdict(), Verdict::Pass, "{failures:?}");
     for (claim, tally) in &findings.claims {
