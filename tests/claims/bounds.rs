@@ -1,6 +1,7 @@
 //! Bounds hold for correct engines and fail for faults.
 
 mod naive;
+mod sharpness;
 
 use std::collections::BTreeMap;
 
@@ -27,11 +28,6 @@ const LIMITS: Limits = Limits { width_multiple: 1, tokens: 24, width: 24, expert
 /// Enough for the sums of the kernels' tiles to end in the middle of one.
 const LIMITS_OF_ENGINES: Limits = Limits { width_multiple: 1, tokens: 72, width: 72, experts: 6 };
 
-fn config(cases: u32) -> ProptestConfig {
-    let persistence = FileFailurePersistence::Direct("proptest-regressions/bounds.txt");
-    ProptestConfig { cases, failure_persistence: Some(Box::new(persistence)), ..ProptestConfig::default() }
-}
-
 /// How the numbers of a case are bent before they are rounded.
 #[derive(Clone, Copy, Debug)]
 struct Numbers {
@@ -39,6 +35,13 @@ struct Numbers {
     exponents: [i32; 4],
     /// And each number by 2^z, z uniform up to this on both sides.
     binades: i32,
+}
+
+const UNIT: Numbers = Numbers { exponents: [0; 4], binades: 0 };
+
+fn config(cases: u32) -> ProptestConfig {
+    let persistence = FileFailurePersistence::Direct("proptest-regressions/bounds.txt");
+    ProptestConfig { cases, failure_persistence: Some(Box::new(persistence)), ..ProptestConfig::default() }
 }
 
 fn arithmetic() -> impl Strategy<Value = Numerics> {

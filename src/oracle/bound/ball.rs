@@ -87,6 +87,9 @@ pub(crate) struct Arithmetic {
     pub(crate) router: Rounding,
     /// One store of ds.
     pub(crate) score: Rounding,
+    /// One operation on scores and their gradients: where the accumulator is wider than the score
+    /// type, these are still operations of the score type.
+    score_operation: Rounding,
     /// Relative error of an elementary function, in units of `accumulate.unit`.
     pub(crate) function_ulps: f64,
     /// What an elementary function may lose absolutely: where exp overflows or underflows in the
@@ -109,9 +112,16 @@ impl Arithmetic {
             ..Rounding::store(accumulator, flushes)
         };
         let storage = Rounding::store(numerics.storage, flushes);
+        let coarser = if numerics.score.unit_roundoff() > numerics.accumulator { numerics.score } else { accumulator };
+        let score_operation = Rounding {
+            unit: numerics.accumulator.max(numerics.score.unit_roundoff()) + UNIT_OF_TRUTH,
+            dtype: None,
+            ..Rounding::store(coarser, flushes)
+        };
         Self {
             measure,
             accumulate,
+            score_operation,
             storage,
             partial: Rounding { unit: storage.unit + UNIT_OF_TRUTH, dtype: None, ..storage },
             router: Rounding::store(router, flushes),
@@ -119,8 +129,13 @@ impl Arithmetic {
             score: Rounding::store(router, flushes),
             // The midpoint's own exp, erf and tanh err by up to 4 of its units.
             function_ulps: numerics.function_ulps.max(4.0),
-            function_underflow: accumulator.smallest_normal(),
+            function_underflow: accumulator.smallest_normal().max(coarser.smallest_normal()),
         }
+    }
+
+    /// The arithmetic of scores and their gradients.
+    pub(crate) fn of_scores(&self) -> Self {
+        Self { accumulate: self.score_operation, ..*self }
     }
 
     /// Two radii of independent sources.

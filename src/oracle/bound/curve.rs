@@ -2,6 +2,7 @@
 
 use super::ball::{Arithmetic, Ball, Measure};
 use crate::activation::{Activation, Gelu};
+use crate::oracle::statistic::LIMIT;
 
 /// Second-order terms of the evaluation errors below stay under a hundredth of the first-order
 /// ones for every roundoff up to 2⁻¹⁵ and functions of up to 16 ulps.
@@ -154,7 +155,7 @@ impl Arithmetic {
         let rad = match curve {
             // Within reach of the kink the slope is 0 or 1, whatever the midpoint says. An exact 0
             // is no kink: f′(0) = 0.
-            Curve::Relu => f64::from(u8::from(x.rad > 0.0 && x.mid.abs() <= x.rad)),
+            Curve::Relu => f64::from(u8::from(x.rad > 0.0 && x.mid.abs() <= self.reach(x.rad))),
             Curve::ReluSquared => {
                 let twice = |x: f64| 2.0 * x.max(0.0);
                 (twice(x.mid + x.rad) - slope).max(slope - twice(x.mid - x.rad))
@@ -167,6 +168,15 @@ impl Arithmetic {
         };
         let roundings = curve.slope_roundings(x, self.function_ulps);
         self.evaluated(Ball { mid: slope, rad }, roundings, 4.0 * (1.0 + x.magnitude()))
+    }
+
+    /// How far from the midpoint an engine's number may lie: several deviations, as a deviation is
+    /// no bound.
+    fn reach(&self, rad: f64) -> f64 {
+        match self.measure {
+            Measure::Worst => rad,
+            Measure::Deviation => LIMIT * rad,
+        }
     }
 
     /// Adds the evaluation's own error; `weight` is what an absolute error of the elementary
@@ -197,4 +207,76 @@ fn tanh_argument(x: f64) -> [f64; 3] {
     let scale = 2.0 * (2.0 / std::f64::consts::PI).sqrt();
     let cubic = 0.044715;
     [scale * (x + cubic * x * x * x), scale * (1.0 + 3.0 * cubic * x * x), scale * 6.0 * cubic * x]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::element::DType;
+    use crate::engine::{Numerics, RoundingModel, RouterRounding};
+
+    const CURVES: [Curve; 5] = [Curve::Silu, Curve::GeluExact, Curve::GeluTanh, Curve::Relu, Curve::ReluSquared];
+
+    /// −12 … 12 in steps of 1/512, without the kink at 0.
+    fn grid() -> impl Iterator<Item = f64> {
+        (-6144..=6144).map(|step| f64::from(step) / 512.0 + 1e-4)
+    }
+
+    #[test]
+    fn derivatives_are_those_of_central_differences() {
+        let step = 1e-5;
+        for (curve, x) in CURVES.into_iter().flat_map(|curve| grid().map(move |x| (curve, x))) {
+            let (above, below) = (curve.derivatives(x + step), curve.derivatives(x - step));
+            let [_, slope, second] = curve.derivatives(x);
+            for (order, derivative) in [(0, slope), (1, second)] {
+                let difference = (above[order] - below[order]) / (2.0 * step);
+                // Truncation step²/6 · |f‴|, |f⁗| < 4, and cancellation 2⁻⁵³|f|/step.
+                assert!((difference - derivative).abs() < 1e-9 + 1e-10 * x * x, "{curve:?} at {x}");
+            }
+        }
+    }
+
+    #[test]
+    fn curvature_bounds_the_derivatives_from_its_point_outwards() {
+        let step = 1e-4;
+        for curve in [Curve::Silu, Curve::GeluExact, Curve::GeluTanh] {
+            let (mut second_outwards, mut third_outwards) = (0.0f64, 0.0f64);
+            for x in (0..=12_000).rev().map(|step| f64::from(step) / 1000.0) {
+                for x in [x, -x] {
+                    let [_, _, second] = curve.derivatives(x);
+                    let third = (curve.derivatives(x + step)[2] - curve.derivatives(x - step)[2]) / (2.0 * step);
+                    second_outwards = second_outwards.max(second.abs());
+                    third_outwards = third_outwards.max(third.abs());
+                }
+                let [second, third] = curve.curvature(x);
+                assert!(second >= second_outwards, "{curve:?} from {x}: {second} < {second_outwards}");
+                assert!(third >= third_outwards - 1e-7, "{curve:?} from {x}: {third} < {third_outwards}");
+            }
+        }
+    }
+
+    #[test]
+    fn values_and_slopes_of_every_point_of_a_ball_lie_in_the_ball_of_values_and_slopes() {
+        let numerics = Numerics {
+            storage: DType::F64,
+            score: DType::F64,
+            accumulator: DType::F64.unit_roundoff(),
+            rounding: RoundingModel::Fused,
+            router: RouterRounding::Score,
+            function_ulps: 4.0,
+            flushes_denormals: false,
+        };
+        let arithmetic = Arithmetic::new(&numerics, Measure::Worst);
+        for (curve, mid) in CURVES.into_iter().flat_map(|curve| grid().step_by(37).map(move |x| (curve, x))) {
+            for rad in [1e-6, 0.01, 0.3, 2.0] {
+                let x = Ball { mid, rad };
+                let (value, slope) = (arithmetic.curve_value(curve, x), arithmetic.curve_slope(curve, x));
+                for part in -8..=8 {
+                    let [there, slope_there, _] = curve.derivatives(mid + rad * f64::from(part) / 8.0);
+                    assert!((there - value.mid).abs() <= value.rad, "{curve:?} of {x:?}");
+                    assert!((slope_there - slope.mid).abs() <= slope.rad, "{curve:?}′ of {x:?}");
+                }
+            }
+        }
+    }
 }

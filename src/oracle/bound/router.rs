@@ -20,7 +20,7 @@ pub(crate) fn logits(model: &Model<'_, '_>, router: &Router<'_, f64>) -> Balls2 
 
 /// The scores by pair, stored in the router's type.
 pub(crate) fn scores(model: &Model<'_, '_>, router: &Router<'_, f64>, logits: &Balls2) -> Vec<Ball> {
-    let arithmetic = &model.arithmetic;
+    let arithmetic = &model.arithmetic.of_scores();
     let mut scores = vec![Ball::default(); model.routing.routed()];
     for token in model.tokens() {
         let pairs = model.pairs_of_token(token);
@@ -65,7 +65,7 @@ pub(crate) fn dlogits(
     scores: &[Ball],
     ds: &[Ball],
 ) -> Balls2 {
-    let arithmetic = &model.arithmetic;
+    let arithmetic = &model.arithmetic.of_scores();
     let mut dlogits = Balls2::zeros(model.problem.t(), model.problem.e());
     for token in model.tokens() {
         let pairs = model.pairs_of_token(token);

@@ -1,0 +1,220 @@
+//! Faults leave the bounds: what correct engines use of them, and what they let through.
+
+use std::collections::BTreeMap;
+
+use half::bf16;
+use ndarray::Axis;
+use sonicmoe::case::{Case, Load, Pairing};
+use sonicmoe::engine::{Numerics, Output, Results, RoundingModel, RouterRounding, Stored};
+use sonicmoe::oracle::{Judgement, bound, judge, kernel, statistic};
+use sonicmoe::routing::Routing;
+use sonicmoe::sonic::cpu::CpuEngine;
+use sonicmoe::{Convention, DType, Engine, Problem, Record, run};
+
+use super::{UNIT, naive, numerics, problem_of};
+
+/// Every part of a layer at unit scale: SwiGLU, biases, a router with a bias.
+fn case() -> Case {
+    let pairing = Pairing::Router { convention: Convention::SoftmaxOverTopK, load: Load::Biased };
+    Case::new("192,128,64,6,2".parse().unwrap()).with_biases().with_pairing(pairing).with_seed(41)
+}
+
+/// What the CPU engine makes of a case in bf16.
+struct Made {
+    problem: Problem<'static, f64>,
+    routing: Routing,
+    results: Results,
+    numerics: Numerics,
+}
+
+fn made(case: &Case) -> Made {
+    let engine = CpuEngine::<f32>::default();
+    let problem = case.problem::<bf16>().unwrap();
+    let outcome = run(&engine, &problem, Record::Intermediates).unwrap();
+    let numerics = Engine::<bf16>::numerics(&engine);
+    Made { problem: problem.widen(), routing: outcome.routing, results: outcome.results, numerics }
+}
+
+impl Made {
+    /// The given results by this layer's bound.
+    fn judge(&self, results: &Results) -> BTreeMap<Output, Judgement> {
+        let bounds = bound::layer(&self.problem, &self.routing, &self.numerics).unwrap();
+        results.iter().map(|(&output, stored)| (output, judge(output, stored, &bounds[&output]).unwrap())).collect()
+    }
+}
+
+fn changed(results: &Results, change: impl Fn(&mut Stored)) -> Results {
+    let mut results = results.clone();
+    results.values_mut().for_each(change);
+    results
+}
+
+#[test]
+fn an_error_of_8_ulp_in_one_element_fails_its_kernel() {
+    let Made { problem, routing, results, numerics } = made(&case());
+    let mut judged = 0;
+    for kernel::KernelBound { kernel, output, bounded } in
+        kernel::kernels(&problem, &routing, &results, &numerics).unwrap()
+    {
+        let stored = &results[&output];
+        if stored.dtype != DType::BF16 {
+            continue; // f32 results of f32 sums: their own ulp is far below the roundoff of the sum
+        }
+        judged += 1;
+        let mut magnitudes: Vec<f64> =
+            stored.values.iter().map(|value| value.abs()).filter(|&value| value > 0.0).collect();
+        magnitudes.sort_by(f64::total_cmp);
+        // Where the terms of a sum cancel, its roundoff is many ulps of what is left. One element in
+        // ten is smaller than this.
+        let magnitude = magnitudes[magnitudes.len() / 10];
+        let mut faulty = stored.clone();
+        let value = faulty.values.iter_mut().find(|value| value.abs() == magnitude).unwrap();
+        let ulp = 2.0 * DType::BF16.unit_roundoff() * libm::exp2(libm::floor(libm::log2(magnitude)));
+        *value += 8.0 * ulp;
+        assert!(judge(output, stored, &bounded).unwrap().passes());
+        let judgement = judge(output, &faulty, &bounded).unwrap();
+        assert_eq!(judgement.failing, 1, "{kernel}: {judgement}");
+    }
+    assert_eq!(judged, 14, "o, dx, dw1, dw2, db1, db2, drouter_w, drouter_b, h, a, y, dh, a′, dx̃");
+}
+
+#[test]
+fn zeros_fail_in_every_output() {
+    let made = made(&case());
+    for (output, judgement) in made.judge(&changed(&made.results, |stored| stored.values.fill(0.0))) {
+        assert!(!judgement.passes(), "a {output} of zeros passes");
+    }
+}
+
+#[test]
+fn a_lost_token_row_pair_or_expert_fails_in_every_output() {
+    let made = made(&case());
+    let lost = changed(&made.results, |stored| stored.values.index_axis_mut(Axis(0), 1).fill(0.0));
+    for (output, judgement) in made.judge(&lost) {
+        assert!(!judgement.passes(), "{output} without its index 1 passes");
+        assert!(judgement.clusters.iter().any(|cluster| (cluster.from, cluster.to) == (1, 2)), "{judgement}");
+    }
+}
+
+#[test]
+fn gate_and_up_swapped_fail_in_every_output_that_they_reach() {
+    let made = made(&case());
+    let swapped = {
+        let (w1, b1) = (made.problem.w1(), made.problem.b1().unwrap());
+        let order: Vec<usize> = (0..made.problem.h_width()).map(|row| row ^ 1).collect();
+        let biases = sonicmoe::Biases {
+            b1: b1.select(Axis(1), &order).into(),
+            b2: made.problem.b2().unwrap().to_owned().into(),
+        };
+        Problem::new(
+            made.problem.x().to_owned(),
+            w1.select(Axis(1), &order),
+            made.problem.w2().to_owned(),
+            Some(biases),
+            made.problem.gating().clone(),
+            made.problem.activation(),
+            made.problem.dout().to_owned(),
+        )
+        .unwrap()
+    };
+    let results = naive(&swapped, &made.routing, made.numerics, 1);
+    let blind = [Output::Logits, Output::Scores, Output::Db2];
+    for (output, judgement) in made.judge(&results) {
+        assert_eq!(judgement.passes(), blind.contains(&output), "{judgement}");
+    }
+}
+
+#[test]
+fn an_expert_without_tokens_has_gradients_of_exactly_0() {
+    let case = Case::new("20,24,16,3,1".parse().unwrap()).with_biases().with_counts(&[0, 17, 5]);
+    let made = made(&case);
+    let touched = changed(&made.results, |stored| {
+        if stored.values.shape()[0] == 3 {
+            // The smallest bf16 number.
+            stored.values.index_axis_mut(Axis(0), 0).fill(libm::exp2(-133.0));
+        }
+    });
+    for output in [Output::Dw1, Output::Dw2, Output::Db1, Output::Db2] {
+        assert!(made.judge(&made.results)[&output].passes());
+        let judgement = &made.judge(&touched)[&output];
+        let of_expert = touched[&output].values.index_axis(Axis(0), 0).len();
+        assert_eq!((judgement.failing, judgement.ratio()), (of_expert, f64::INFINITY), "{judgement}");
+    }
+}
+
+/// Prints, for `cargo test -- --nocapture`, what a correct engine uses of its bound and what a
+/// median bound is worth.
+#[test]
+fn the_fused_bound_is_neither_vacuous_nor_far_from_what_a_correct_engine_uses() {
+    let made = made(&case());
+    let deviations = statistic::deviations(&made.problem, &made.routing, &made.numerics).unwrap();
+    println!("output         worst ratio   floor      median bound / rms   deviations");
+    for (output, judgement) in made.judge(&made.results) {
+        let in_deviations = judge(output, &made.results[&output], &deviations[&output]).unwrap().ratio();
+        let Judgement { floor, median_bound_over_rms: median, .. } = judgement;
+        println!(
+            "{:14} {:11.3}   {floor:.1e}   {median:18.4}   {in_deviations:10.2}",
+            output.name(),
+            judgement.ratio()
+        );
+        assert!(judgement.passes(), "{judgement}");
+        if Output::RESULTS.contains(&output) {
+            // A worst case over n of ds's terms grows faster than their sum; T terms of drouter_w once more.
+            let limit = if [Output::DrouterW].contains(&output) { 1.0 } else { 0.2 };
+            assert!(median < limit, "{output}: the median bound is {median} of the rms");
+        }
+    }
+}
+
+#[test]
+fn a_correct_engine_stays_within_six_deviations_on_random_data() {
+    for rounding in [RoundingModel::Fused, RoundingModel::Eager] {
+        for router in [RouterRounding::Score, RouterRounding::TensorType] {
+            for (seed, storage) in [DType::BF16, DType::F16, DType::F32].into_iter().enumerate() {
+                let numerics = numerics(storage, rounding, router);
+                let case = Case::new("48,48,32,4,2".parse().unwrap()).with_seed(seed as u64);
+                let (problem, routing) = problem_of(&case, &numerics, UNIT);
+                let results = naive(&problem, &routing, numerics, 2);
+                let limits = statistic::layer(&problem, &routing, &numerics).unwrap();
+                for (&output, stored) in &results {
+                    let judgement = judge(output, stored, &limits[&output]).unwrap();
+                    assert!(judgement.passes(), "{storage} {rounding:?} {router:?}: {judgement}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_wrong_rounding_model_leaves_six_deviations() {
+    let case = Case::new("96,64,32,4,2".parse().unwrap());
+    let fused = numerics(DType::BF16, RoundingModel::Fused, RouterRounding::Score);
+    let (problem, routing) = problem_of(&case, &fused, UNIT);
+    let limits = statistic::layer(&problem, &routing, &fused).unwrap();
+    let fails = |wrong: Numerics, output: Output| {
+        let results = naive(&problem, &routing, wrong, 3);
+        !judge(output, &results[&output], &limits[&output]).unwrap().passes()
+    };
+    let eager = Numerics { rounding: RoundingModel::Eager, ..fused };
+    let tensor_router = Numerics { router: RouterRounding::TensorType, ..fused };
+    assert!(fails(eager, Output::Ds), "dO·y rounded per element");
+    for output in [Output::Logits, Output::Scores, Output::Ds, Output::Dlogits] {
+        assert!(fails(tensor_router, output), "{output} of a router in bf16");
+    }
+}
+
+#[test]
+fn under_the_eager_model_zeros_fail_by_deviations_even_where_the_bound_lets_them_pass() {
+    let case = Case::new("96,64,32,4,2".parse().unwrap());
+    let numerics = numerics(DType::BF16, RoundingModel::Eager, RouterRounding::TensorType);
+    let (problem, routing) = problem_of(&case, &numerics, UNIT);
+    let (bounds, limits) = (
+        bound::layer(&problem, &routing, &numerics).unwrap(),
+        statistic::layer(&problem, &routing, &numerics).unwrap(),
+    );
+    let zeros = |output: Output| Stored { dtype: DType::BF16, values: bounds[&output].truth.mapv(|_| 0.0) };
+    for &output in limits.keys() {
+        assert!(!judge(output, &zeros(output), &limits[&output]).unwrap().passes(), "a {output} of zeros passes");
+    }
+    assert!(judge(Output::DrouterW, &zeros(Output::DrouterW), &bounds[&Output::DrouterW]).unwrap().passes());
+}
