@@ -1,6 +1,7 @@
 //! Every claim of the project that needs no GPU, a module each.
 
 mod agreement;
+mod audit;
 mod bounds;
 mod command_line;
 mod compile;
