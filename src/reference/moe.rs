@@ -269,7 +269,7 @@ impl<A: Real> Pass<A> for StandardPass<'_, '_, A> {
 
     fn kept(&self) -> Ledger {
         let mut ledger = self.tape.ledger();
-        ledger.keep("routing", held_bytes(&self.routing), Keeping::Metadata);
+        ledger.keep("routing", self.routing.bytes(), Keeping::Metadata);
         ledger
     }
 
@@ -337,13 +337,6 @@ impl<A: Real> StandardPass<'_, '_, A> {
         }
         BackwardIntermediates { dh, a_prime, dx_expanded }
     }
-}
-
-/// All index lists of a routing, 4 bytes an entry: this pass holds the whole of it.
-fn held_bytes(routing: &Routing) -> usize {
-    let by_pair = routing.pair_token().len() + routing.pair_expert().len() + routing.pair_row().len();
-    let by_row = routing.row_token().len() + routing.row_pair().len() + routing.token_rows().len();
-    4 * (by_pair + by_row + routing.expert_offsets().len() + routing.token_offsets().len())
 }
 
 /// # Errors

@@ -43,7 +43,10 @@ impl Routing {
     /// An id out of range, a pair that appears twice, or more than `i32::MAX` pairs, tokens or
     /// experts (device kernels index rows with 32 bits).
     pub fn new(tokens: usize, experts: usize, pairs: impl IntoIterator<Item = (TokenId, ExpertId)>) -> Result<Self> {
-        let (pair_token, pair_expert): (Vec<_>, Vec<_>) = pairs.into_iter().unzip();
+        let (mut pair_token, mut pair_expert): (Vec<_>, Vec<_>) = pairs.into_iter().unzip();
+        // Lists that grew hold more than their entries; what a layer keeps is to be what it states.
+        pair_token.shrink_to_fit();
+        pair_expert.shrink_to_fit();
         let routed = pair_token.len();
         for (what, value) in [("T", tokens), ("E", experts), ("R", routed)] {
             if value > i32::MAX as usize {
@@ -194,10 +197,28 @@ impl Routing {
         self.pair_row.iter().map(|&row| by_row[row as usize]).collect()
     }
 
-    /// Bytes that the layer keeps of this routing for its backward, apart from activations:
-    /// expert offsets, gather indices, reverse indices and token offsets, 4 bytes each.
-    pub fn kept_bytes(&self) -> usize {
-        4 * (self.expert_offsets.len() + self.row_token.len() + self.token_rows.len() + self.token_offsets.len())
+    /// Bytes of all its lists, 4 an entry: what a layer that keeps this routing keeps of it.
+    pub fn bytes(&self) -> usize {
+        let Self {
+            tokens: _,
+            experts: _,
+            pair_token,
+            pair_expert,
+            expert_offsets,
+            row_token,
+            row_pair,
+            pair_row,
+            token_offsets,
+            token_rows,
+        } = self;
+        size_of_val(&pair_token[..])
+            + size_of_val(&pair_expert[..])
+            + size_of_val(&expert_offsets[..])
+            + size_of_val(&row_token[..])
+            + size_of_val(&row_pair[..])
+            + size_of_val(&pair_row[..])
+            + size_of_val(&token_offsets[..])
+            + size_of_val(&token_rows[..])
     }
 }
 

@@ -144,9 +144,10 @@ impl<S: Element, A: Real> Pass<S> for CpuPass<'_, '_, S, A> {
     fn kept(&self) -> Ledger {
         let Self { layer: _, roundings: _, x, h, routing, scores, logits } = self;
         let mut ledger = Ledger::default();
+        ledger.keep("the handles of all of these", size_of::<Self>(), Keeping::Metadata);
         ledger.keep("x", x.len() * size_of::<S>(), Keeping::Activation);
         ledger.keep("h", h.bytes(), Keeping::Activation);
-        ledger.keep("routing", routing.kept_bytes(), Keeping::Metadata);
+        ledger.keep("routing", routing.bytes(), Keeping::Metadata);
         ledger.keep("scores", size_of_val::<[S::Score]>(scores), Keeping::Metadata);
         if let Some(logits) = logits {
             ledger.keep("router_logits", logits.len() * size_of::<S::Score>(), Keeping::Metadata);
