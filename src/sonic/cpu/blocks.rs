@@ -9,11 +9,11 @@ use crate::shape::ExpertId;
 /// Rows of a tile at most.
 pub(super) const ROWS: usize = 256;
 
-/// Columns of a tile at most.
-pub(super) const COLUMNS: usize = 256;
+/// Columns of a tile at most. Rows are gathered again for every block of columns, so wide.
+pub(super) const COLUMNS: usize = 512;
 
-/// Terms of a sum that one product takes at a time: two 256 × 512 operands and the 256 × 256 tile
-/// of f32 together fill about half of a core's cache.
+/// Terms of a sum that one product takes at a time: in f32 the operands' blocks of 512 KiB and
+/// 1 MiB and the tile of 512 KiB stay within a core's 2 MiB cache.
 pub(super) const DEPTH: usize = 512;
 
 /// Tokens that a combine takes at a time.
