@@ -253,7 +253,7 @@ proptest! {
     #![proptest_config(random(120_000))]
 
     /// The long run: 120,000 random routings, each rounded by 7 rules under 2 rankings, 1.68 million
-    /// results judged. `cargo test --release --test claims long_run -- --ignored`
+    /// results judged, in about four minutes of one core. `cargo test --test claims long_run -- --ignored`
     #[test]
     #[ignore = "minutes: the long run"]
     fn long_run_of_certified_roundings(start in start()) {
