@@ -13,6 +13,7 @@
 #include "activation.cuh"
 #include "sm90/grouped_gemm.cuh"
 #include "sm90/row_box.cuh"
+#include "sm90/slot_ring.cuh"
 
 #ifndef SONIC_TILE_N
 #define SONIC_TILE_N 256
@@ -29,102 +30,141 @@
 
 namespace sonic {
 
-// 32 columns of G at a time. The warp's 16 rows of H come in by TMA, up to four boxes ahead and the
-// first ones during the main loop; dH takes H's place in the box and leaves by TMA.
+constexpr bool kGated = kActivationIsGated<SONIC_ACTIVATION>;
+// Columns of G at a time, and of H that belong to them.
+constexpr u32 kPart = 32;
+constexpr u32 kHColumns = kGated ? 2 * kPart : kPart;
+constexpr u32 kHSlots = 4;
+
+struct alignas(1024) DownBackwardShared {
+    u8 h[kHSlots][kBoxBytes<kHColumns>];
+    u8 a[kBoxBytes<kPart>];
+};
+
+__device__ __forceinline__ u32 parts_of(i32 column, i32 columns) {
+    return ceil_div(u32(min_of(columns - column, i32(SONIC_TILE_N))), kPart);
+}
+
+__device__ __forceinline__ i32 h_column(i32 column) { return kGated ? 2 * column : column; }
+
+// Brings H of both consumer groups into their slots, up to kHSlots parts ahead, and stores the dH that
+// takes its place.
+class DownBackwardWriter {
+  public:
+    __device__ __forceinline__ DownBackwardWriter(const GroupedGemmMaps& maps, const GroupedGemmParams& p,
+                                                  DownBackwardShared* shared, SlotBarriers<kHSlots>* slots)
+        : maps_(maps), p_(p), dh_{&maps.out, p.out, h_column(p.n)}, shared_(shared), slots_(slots) {}
+
+    __device__ __forceinline__ void write(const GroupRows& first, const GroupRows& second) {
+        if (first.rows <= 0) return;
+        bool both = second.rows > 0;
+        u32 parts = parts_of(first.column, p_.n);
+        // Every slot is free: the previous tile's stores have been read.
+        for (u32 part = 0; part < min_of(parts, kHSlots); ++part) {
+            load(0, part, first);
+            if (both) load(1, part, second);
+        }
+        for (u32 part = 0; part < parts; ++part) {
+            store(0, part, first);
+            if (both) store(1, part, second);
+            // The slots of the part before this one have been read: the next H comes in.
+            if (elect_lane()) {
+                if (both) {
+                    store_wait_read<2>();
+                } else {
+                    store_wait_read<1>();
+                }
+            }
+            __syncwarp();
+            u32 next = part + kHSlots - 1;
+            if (part >= 1 && next < parts) {
+                load(0, next, first);
+                if (both) load(1, next, second);
+            }
+        }
+        if (elect_lane()) store_wait_read<0>();
+        __syncwarp();
+    }
+
+  private:
+    // Rows beyond the expert's end bring the next expert's H, which no stored value depends on.
+    __device__ __forceinline__ void load(u32 which, u32 part, const GroupRows& group) {
+        RingPosition<kHSlots>& at = loaded_[which];
+        if (elect_lane()) {
+            u64* ready = &slots_[which].ready[at.slot];
+            barrier_arrive_expect(ready, kBoxBytes<kHColumns>);
+            tma_load_2d(shared_[which].h[at.slot], &maps_.h, ready, h_column(group.column + i32(part * kPart)), group.row,
+                        kEvictFirst);
+        }
+        __syncwarp();
+        at.advance();
+    }
+
+    __device__ __forceinline__ void store(u32 which, u32 part, const GroupRows& group) {
+        RingPosition<kHSlots>& at = stored_[which];
+        barrier_wait(&slots_[which].filled[at.slot], at.round_parity, Role::kWriter, at.slot, p_.status);
+        store_box<kHColumns>(shared_address(shared_[which].h[at.slot]), dh_, group.row, group.rows,
+                             h_column(group.column + i32(part * kPart)));
+        if (elect_lane()) store_commit();
+        __syncwarp();
+        at.advance();
+    }
+
+    const GroupedGemmMaps& maps_;
+    const GroupedGemmParams& p_;
+    BoxTarget dh_;
+    DownBackwardShared* shared_;
+    SlotBarriers<kHSlots>* slots_;
+    RingPosition<kHSlots> loaded_[2];
+    RingPosition<kHSlots> stored_[2];
+};
+
+// 32 columns of G at a time: H from its slot, dH back into it, A′ through a box that the writer does not touch.
 class DownBackwardEpilogue {
   public:
-    static constexpr bool kGated = kActivationIsGated<SONIC_ACTIVATION>;
     static constexpr Rows kRows = kGated ? Rows::kGatheredEvenOdd : Rows::kGathered;
-    static constexpr u32 kPart = 32;
-    static constexpr u32 kHColumns = kGated ? 2 * kPart : kPart;
     static constexpr u32 kHBoxColumns = kHColumns;
     static constexpr u32 kOutBoxColumns = kHColumns;
-    static constexpr u32 kActivationBoxColumns = kPart;
-    static constexpr u32 kHBoxes = 4;
-    static constexpr u32 kBarriers = kHBoxes;
+    static constexpr u32 kActivationBoxColumns = 0;
+    static constexpr u32 kSlots = kHSlots;
+    using Shared = DownBackwardShared;
+    using Writer = DownBackwardWriter;
 
-    struct alignas(1024) Shared {
-        u8 h[kHBoxes][kBoxBytes<kHColumns>];
-        u8 a[2][kBoxBytes<kPart>];
-    };
-
-    __device__ __forceinline__ DownBackwardEpilogue(const GroupedGemmMaps& maps, const GroupedGemmParams& p, Shared& shared,
-                                                    u64* full)
-        : p_(p),
-          maps_(maps),
-          shared_(shared),
-          full_(full),
-          dh_{&maps.out, p.out, kGated ? 2 * p.n : p.n},
-          a_{&maps.activation, p.activation, p.n},
-          upper_(row_of_line<kRows>(lane_index() / 4)) {}
-
-    __device__ __forceinline__ void begin(const Tile& tile, i32 row, i32 rows) {
-        tile_ = tile;
-        row_ = row;
-        rows_ = rows;
-        i32 width = min_of(p_.n - tile.column, i32(SONIC_TILE_N));
-        parts_ = rows > 0 ? ceil_div(u32(width), kPart) : 0;
-    }
-
-    // Once the boxes of the previous tile have left, the first boxes of H come in.
-    __device__ __forceinline__ void overlap(i32 step, i32 steps) {
-        if (step == min_of(2, steps - 1)) {
-            if (elect_lane()) {
-                store_wait_read<0>();
-                for (u32 part = 0; part < min_of(parts_, kHBoxes); ++part) load_h(loaded_ + part, part);
-            }
-            loaded_ += min_of(parts_, kHBoxes);
-            __syncwarp();
-        }
-    }
+    __device__ __forceinline__ DownBackwardEpilogue(const GroupedGemmParams& p, Shared& shared, SlotBarriers<kHSlots>& slots)
+        : p_(p), slots_(slots, p.status), shared_(shared), upper_(row_of_line<kRows>(lane_index() / 4)) {}
 
     template <u32 kCount>
-    __device__ __forceinline__ void finish(f32 (&acc)[kCount]) {
-        if (rows_ <= 0) return;
+    __device__ __forceinline__ void finish(f32 (&acc)[kCount], const GroupRows& group) {
+        i32 warp_row = i32(threadIdx.x / 32 % 4 * 16);
+        i64 row = group.row + warp_row;
+        i32 rows = group.rows - warp_row;
         i32 upper = i32(upper_), lower = upper + 8;
-        f32 score_upper = upper < rows_ ? __ldg(p_.scores + row_ + upper) : 0.0f;
-        f32 score_lower = lower < rows_ ? __ldg(p_.scores + row_ + lower) : 0.0f;
+        f32 score_upper = upper < rows ? __ldg(p_.scores + row + upper) : 0.0f;
+        f32 score_lower = lower < rows ? __ldg(p_.scores + row + lower) : 0.0f;
         f32 ds_upper = 0.0f, ds_lower = 0.0f;
+        u32 parts = parts_of(group.column, p_.n);
+        u32 a_rows = rows_of_this_warp<kPart>(shared_address(shared_.a));
 #pragma unroll
         for (u32 part = 0; part < kCount / 16; ++part) {
-            if (part >= parts_) break;
-            u32 slot = used_ % kHBoxes;
-            u32 h_box = shared_address(shared_.h[slot]);
-            u32 a_box = shared_address(shared_.a[used_ % 2]);
-            barrier_wait(&full_[slot], (used_ / kHBoxes) % 2, Role::kEpilogue, slot, p_.status);
-            __syncwarp();
+            if (part >= parts) break;
+            u32 h_rows = rows_of_this_warp<kHColumns>(shared_address(shared_.h[slots_.acquire()]));
             const f32* g = acc + part * 16;
             HFragment h, dh;
             u32 a_pairs[8];
-            read_h(h_box, h);
+            read_h(h_rows, h);
 #pragma unroll
             for (u32 j = 0; j < 4; ++j) {
                 a_pairs[2 * j] = backward_pair(h, dh, 2 * j, g[4 * j], g[4 * j + 1], score_upper, ds_upper);
                 a_pairs[2 * j + 1] = backward_pair(h, dh, 2 * j + 1, g[4 * j + 2], g[4 * j + 3], score_lower, ds_lower);
             }
-            write_dh(h_box, dh);
-            write_box<kPart>(a_box, a_pairs, row_of_line<kRows>(lane_index() % 16));
-            publish_box();
-            i32 column = tile_.column + i32(part * kPart);
-            store_box<kHColumns>(h_box, dh_, row_, rows_, kGated ? 2 * column : column);
-            store_box<kPart>(a_box, a_, row_, rows_, column);
-            ++used_;
-            bool another = part >= 1 && part + kHBoxes - 1 < parts_;
-            if (elect_lane()) {
-                store_commit();
-                // The boxes of the part before this one have left: the next but two comes in.
-                store_wait_read<1>();
-                if (another) load_h(loaded_, part + kHBoxes - 1);
-            }
-            loaded_ += another;
+            write_dh(h_rows, dh);
+            write_rows<kPart>(a_rows, a_pairs, row_of_line<kRows>(lane_index() % 16));
+            slots_.publish();
+            store_rows<kPart, 16>(a_rows, p_.activation, p_.n, i32(row), rows, group.column + i32(part * kPart));
             __syncwarp();
         }
-        store_ds(upper, ds_upper);
-        store_ds(lower, ds_lower);
-    }
-
-    __device__ __forceinline__ void drain() {
-        if (elect_lane()) store_wait<0>();
+        store_ds(row, rows, group.column, upper, ds_upper);
+        store_ds(row, rows, group.column, lower, ds_lower);
     }
 
   private:
@@ -133,15 +173,6 @@ class DownBackwardEpilogue {
     struct HFragment {
         u32 pairs[8][kGated ? 2 : 1];
     };
-
-    // One lane: box number `count` of H, `part` of the current tile, whose slot is free. Rows beyond the
-    // expert's end bring the next expert's H, which no stored value depends on.
-    __device__ __forceinline__ void load_h(u32 count, u32 part) {
-        u32 slot = count % kHBoxes;
-        i32 column = tile_.column + i32(part * kPart);
-        barrier_arrive_expect(&full_[slot], kBoxBytes<kHColumns>);
-        tma_load_2d(shared_.h[slot], &maps_.h, &full_[slot], kGated ? 2 * column : column, row_, kEvictFirst);
-    }
 
     __device__ __forceinline__ u32 h_address(u32 box, u32 entry) const {
         u32 quad = lane_index() % 4, row = upper_ + entry % 2 * 8, j = entry / 2;
@@ -194,28 +225,17 @@ class DownBackwardEpilogue {
     }
 
     // The four lanes of a row add up in a fixed order.
-    __device__ __forceinline__ void store_ds(i32 line, f32 ds) const {
+    __device__ __forceinline__ void store_ds(i64 row, i32 rows, i32 column, i32 line, f32 ds) const {
         ds += __shfl_xor_sync(0xffffffffu, ds, 1);
         ds += __shfl_xor_sync(0xffffffffu, ds, 2);
         i32 tiles = ceil_div(p_.n, i32(SONIC_TILE_N));
-        if (lane_index() % 4 == 0 && line < rows_) {
-            p_.ds_partial[i64(row_ + line) * tiles + tile_.column / SONIC_TILE_N] = ds;
-        }
+        if (lane_index() % 4 == 0 && line < rows) p_.ds_partial[(row + line) * tiles + column / SONIC_TILE_N] = ds;
     }
 
     const GroupedGemmParams& p_;
-    const GroupedGemmMaps& maps_;
+    SlotUser<kHSlots, true> slots_;
     Shared& shared_;
-    u64* full_;  // per box: H has landed
-    BoxTarget dh_;
-    BoxTarget a_;
     u32 upper_;  // the row of this lane's first accumulators
-    Tile tile_;
-    i32 row_;
-    i32 rows_;
-    u32 parts_;
-    u32 loaded_ = 0;  // boxes of H, over all tiles
-    u32 used_ = 0;
 };
 
 using Config = GemmConfig<SONIC_TILE_N, SONIC_STAGES, SONIC_CLUSTER, DownBackwardEpilogue::kRows, Major::kMN, SONIC_BAND>;

@@ -8,6 +8,7 @@
 //   p.n = 2n or n, p.k = d
 #include "activation.cuh"
 #include "sm90/grouped_gemm.cuh"
+#include "sm90/box_writer.cuh"
 #include "sm90/row_box.cuh"
 #include "sm90/store_epilogue.cuh"
 
@@ -32,78 +33,74 @@ namespace sonic {
 class UpForwardEpilogue {
   public:
     static constexpr bool kGated = kActivationIsGated<SONIC_ACTIVATION>;
-    static constexpr u32 kBarriers = 0;
     static constexpr u32 kHBoxColumns = 0;
     static constexpr u32 kOutBoxColumns = 64;
     static constexpr u32 kActivationBoxColumns = 32;
-    // 64 columns of h give 32 of a, or 64 without a gate.
+    // A slot: 64 rows, 64 columns of h and their 32 columns of a, or 64 without a gate.
     static constexpr u32 kActivationBoxes = kGated ? 1 : 2;
+    static constexpr u32 kSlots = kGated ? 3 : 2;
 
-    // Boxes of h and of a, used in turn.
-    static constexpr u32 kTurnsH = kGated ? 4 : 2;
-    static constexpr u32 kTurnsA = 2;
-    static constexpr u32 kABytes = kActivationBoxes * kBoxBytes<32>;
-
-    struct alignas(1024) Shared {
-        u8 h[kTurnsH][kBoxBytes<64>];
-        u8 a[kTurnsA][kABytes];
+    struct Slot {
+        u8 h[kBoxBytes<64>];
+        u8 a[kActivationBoxes][kBoxBytes<32>];
     };
+    struct alignas(1024) Shared {
+        Slot slot[kSlots];
+    };
+    static_assert(sizeof(Slot) % 1024 == 0, "boxes keep the alignment of their swizzle");
 
-    __device__ __forceinline__ UpForwardEpilogue(const GroupedGemmMaps& maps, const GroupedGemmParams& p, Shared& shared, u64*)
-        : p_(p),
-          h_{&maps.out, p.out, p.n},
-          a_{&maps.activation, p.activation, kGated ? p.n / 2 : p.n},
-          h_boxes_(shared_address(shared.h)),
-          a_boxes_(shared_address(shared.a)) {}
+    __device__ __forceinline__ UpForwardEpilogue(const GroupedGemmParams& p, Shared& shared, SlotBarriers<kSlots>& slots)
+        : p_(p), slots_(slots, p.status), shared_(shared) {}
 
-    __device__ __forceinline__ void begin(const Tile& tile, i32 row, i32 rows) {
-        tile_ = tile;
-        row_ = row;
-        rows_ = rows;
-    }
-
-    __device__ __forceinline__ void overlap(i32, i32) {}
-
-    // 64 columns of h and their a make one group of stores; one younger group may be in flight when a
-    // box comes round again.
     template <u32 kCount>
-    __device__ __forceinline__ void finish(f32 (&acc)[kCount]) {
-        if (rows_ <= 0) return;
+    __device__ __forceinline__ void finish(f32 (&acc)[kCount], const GroupRows& group) {
 #pragma unroll
         for (u32 part = 0; part < kCount / 32; ++part) {
-            i32 column = tile_.column + i32(part * 64);
+            i32 column = group.column + i32(part * 64);
             if (column >= p_.n) break;
             f32* values = acc + part * 32;
-            u32 h_box = h_boxes_ + turn_ % kTurnsH * kBoxBytes<64>;
-            u32 a_box = a_boxes_ + turn_ % kTurnsA * kABytes;
-            ++turn_;
-            if constexpr (SONIC_BIAS) add_bias(values, p_, tile_.expert, column);
-            wait_for_box<1>();
-            round_into_box<64>(h_box, values);
-            activate_into_box(a_box, values);
-            publish_box();
-            store_box<64>(h_box, h_, row_, rows_, column);
-            if constexpr (kGated) {
-                store_box<32>(a_box, a_, row_, rows_, column / 2);
-            } else {
-                store_box<32>(a_box, a_, row_, rows_, column);
-                if (column + 32 < p_.n) store_box<32>(a_box + kBoxBytes<32>, a_, row_, rows_, column + 32);
-            }
-            commit_boxes();
+            if constexpr (SONIC_BIAS) add_bias(values, p_, group.expert, column);
+            Slot& slot = shared_.slot[slots_.acquire()];
+            round_into_box<64>(shared_address(slot.h), values);
+            activate_into_box(shared_address(slot.a), values);
+            slots_.publish();
         }
     }
 
-    __device__ __forceinline__ void drain() {
-        if (elect_lane()) store_wait<0>();
-    }
+    // What the writer does with a slot.
+    struct Target {
+        BoxTarget h;
+        BoxTarget a;
+
+        __device__ __forceinline__ Target(const GroupedGemmMaps& maps, const GroupedGemmParams& p)
+            : h{&maps.out, p.out, p.n}, a{&maps.activation, p.activation, kGated ? p.n / 2 : p.n} {}
+
+        __device__ __forceinline__ u32 turns(i32 column) const {
+            return min_of(ceil_div(u32(h.stride - column), 64u), u32(SONIC_TILE_N / 64));
+        }
+
+        __device__ __forceinline__ void store(const Shared& shared, u32 index, u32 turn, const GroupRows& group) const {
+            const Slot& slot = shared.slot[index];
+            i32 column = group.column + i32(turn * 64);
+            store_box<64>(shared_address(slot.h), h, group.row, group.rows, column);
+            if constexpr (kGated) {
+                store_box<32>(shared_address(slot.a[0]), a, group.row, group.rows, column / 2);
+            } else {
+                store_box<32>(shared_address(slot.a[0]), a, group.row, group.rows, column);
+                if (column + 32 < a.stride) store_box<32>(shared_address(slot.a[1]), a, group.row, group.rows, column + 32);
+            }
+        }
+    };
+    using Writer = BoxWriter<Shared, Target, kSlots>;
 
   private:
     __device__ __forceinline__ void activate_into_box(u32 box, const f32* values) const {
         if constexpr (kGated) {
             // Gate and up are neighbours in one thread: elements 4j, 4j+1 give column 4j + l%4 of a.
             u32 row = lane_index() / 4;
-            u32 upper = box + box_offset<32>(row, 0) + lane_index() % 4 * 2;
-            u32 lower = box + box_offset<32>(row + 8, 0) + lane_index() % 4 * 2;
+            u32 rows = rows_of_this_warp<32>(box);
+            u32 upper = rows + box_offset<32>(row, 0) + lane_index() % 4 * 2;
+            u32 lower = rows + box_offset<32>(row + 8, 0) + lane_index() % 4 * 2;
 #pragma unroll
             for (u32 j = 0; j < 8; ++j) {
                 u32 pair = pack_bf16(activate<SONIC_ACTIVATION>(values[4 * j], values[4 * j + 1]),
@@ -122,14 +119,8 @@ class UpForwardEpilogue {
     }
 
     const GroupedGemmParams& p_;
-    BoxTarget h_;
-    BoxTarget a_;
-    u32 h_boxes_;
-    u32 a_boxes_;
-    u32 turn_ = 0;
-    Tile tile_;
-    i32 row_;
-    i32 rows_;
+    SlotUser<kSlots, false> slots_;
+    Shared& shared_;
 };
 
 using Config = GemmConfig<SONIC_TILE_N, SONIC_STAGES, SONIC_CLUSTER, Rows::kGathered, Major::kK, SONIC_BAND>;

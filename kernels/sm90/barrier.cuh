@@ -23,7 +23,8 @@ enum class Role : u32 {
     kConsumer = 2,   // waits until a stage is full
     kScheduler = 3,  // waits until a slot of the tile ring is empty
     kTileReader = 4, // waits until a slot of the tile ring is full
-    kEpilogue = 5,   // waits for an operand of the epilogue
+    kEpilogue = 5,   // waits for a slot of the epilogue, or for its operand
+    kWriter = 6,     // waits until a slot of the epilogue is filled
 };
 
 // Status words: kStatusWords u32 in pinned, device-mapped HOST memory (device memory cannot be read

@@ -16,7 +16,7 @@
 //        by kernels that gather A (their word is 0)
 //   b    K-major B (E, n, k): dims {k, n, E}, strides {2k, 2kn}, box {64, geometry[kGeometryBBoxRows], 1}
 //        MN-major B (E, k, n): dims {n, k, E}, strides {2n, 2nk}, box {64, 64, 1}
-//   h    p.h (R, w): dims {w, R}, strides {2w}, box {geometry[kGeometryHBoxColumns], 16}; word 0: unused
+//   h    p.h (R, w): dims {w, R}, strides {2w}, box {geometry[kGeometryHBoxColumns], 64}; word 0: unused
 //   out  p.out (R, w): the same with geometry[kGeometryOutBoxColumns]
 //   activation  p.activation (R, n'): the same with geometry[kGeometryActivationBoxColumns]
 #pragma once

@@ -1,8 +1,10 @@
 // The epilogue of a plain product: add the expert's bias in f32 if there is one, round once, store.
 #pragma once
+#include "sm90/box_writer.cuh"
+#include "sm90/grouped_gemm.cuh"
 #include "sm90/launch.cuh"
 #include "sm90/row_box.cuh"
-#include "sm90/tile_schedule.cuh"
+#include "sm90/slot_ring.cuh"
 
 namespace sonic {
 
@@ -26,75 +28,60 @@ __device__ __forceinline__ void round_into_box(u32 box, const f32* values) {
     u32 pairs[kColumns / 4];
 #pragma unroll
     for (u32 i = 0; i < kColumns / 4; ++i) pairs[i] = pack_bf16(values[2 * i], values[2 * i + 1]);
-    write_box<kColumns>(box, pairs, lane_index() % 16);
+    write_rows<kColumns>(rows_of_this_warp<kColumns>(box), pairs, lane_index() % 16);
 }
 
-// The whole tile has boxes of its own, so that the warp never waits for TMA within a tile.
 template <u32 kTileN, bool kBias>
 class StoreEpilogue {
   public:
-    static constexpr u32 kBarriers = 0;
     static constexpr u32 kHBoxColumns = 0;
     static constexpr u32 kOutBoxColumns = 64;
     static constexpr u32 kActivationBoxColumns = 0;
     static constexpr u32 kParts = kTileN / 64;
+    // One slot: the whole tile.
+    static constexpr u32 kSlots = 1;
 
     struct alignas(1024) Shared {
         u8 box[kParts][kBoxBytes<64>];
     };
 
-    __device__ __forceinline__ StoreEpilogue(const GroupedGemmMaps& maps, const GroupedGemmParams& p, Shared& shared, u64*)
-        : p_(p), target_{&maps.out, p.out, p.n}, boxes_(shared_address(shared.box)) {}
+    __device__ __forceinline__ StoreEpilogue(const GroupedGemmParams& p, Shared& shared, SlotBarriers<kSlots>& slots)
+        : p_(p), slots_(slots, p.status), boxes_(shared_address(shared.box)) {}
 
-    // `row` is the warp's first row, `rows` how many of its 16 exist.
-    __device__ __forceinline__ void begin(const Tile& tile, i32 row, i32 rows) {
-        tile_ = tile;
-        row_ = row;
-        rows_ = rows;
-    }
-
-    __device__ __forceinline__ void overlap(i32, i32) {}
-
-    __device__ __forceinline__ void finish(f32 (&acc)[kTileN / 2]) {
-        if (rows_ <= 0) return;
-        wait_for_box<0>();
+    __device__ __forceinline__ void finish(f32 (&acc)[kTileN / 2], const GroupRows& group) {
+        slots_.acquire();
 #pragma unroll
         for (u32 part = 0; part < kParts; ++part) {
-            i32 column = tile_.column + i32(part * 64);
+            i32 column = group.column + i32(part * 64);
             if (column >= p_.n) break;
-            if constexpr (kBias) add_bias(acc + part * 32, p_, tile_.expert, column);
+            if constexpr (kBias) add_bias(acc + part * 32, p_, group.expert, column);
             round_into_box<64>(boxes_ + part * kBoxBytes<64>, acc + part * 32);
         }
-        publish_box();
-        if (rows_ >= i32(kBoxRows)) {
-            if (elect_lane()) {
-#pragma unroll
-                for (u32 part = 0; part < kParts; ++part) {
-                    i32 column = tile_.column + i32(part * 64);
-                    if (column < p_.n) tma_store_2d(target_.map, boxes_ + part * kBoxBytes<64>, column, row_);
-                }
-                store_commit();
-            }
-        } else {
-#pragma unroll 1
-            for (u32 part = 0; part < kParts; ++part) {
-                i32 column = tile_.column + i32(part * 64);
-                store_partial_box<64>(boxes_ + part * kBoxBytes<64>, target_, row_, rows_, column);
-            }
-        }
+        slots_.publish();
     }
 
-    __device__ __forceinline__ void drain() {
-        if (elect_lane()) store_wait<0>();
-    }
+    // What the writer does with a slot.
+    struct Target {
+        BoxTarget out;
+
+        __device__ __forceinline__ Target(const GroupedGemmMaps& maps, const GroupedGemmParams& p) : out{&maps.out, p.out, p.n} {}
+
+        __device__ __forceinline__ u32 turns(i32) const { return 1; }
+
+        __device__ __forceinline__ void store(const Shared& shared, u32, u32, const GroupRows& group) const {
+#pragma unroll
+            for (u32 part = 0; part < kParts; ++part) {
+                i32 column = group.column + i32(part * 64);
+                if (column < out.stride) store_box<64>(shared_address(shared.box[part]), out, group.row, group.rows, column);
+            }
+        }
+    };
+    using Writer = BoxWriter<Shared, Target, kSlots>;
 
   private:
     const GroupedGemmParams& p_;
-    BoxTarget target_;
+    SlotUser<kSlots, false> slots_;
     u32 boxes_;
-    Tile tile_;
-    i32 row_;
-    i32 rows_;
 };
 
 }  // namespace sonic

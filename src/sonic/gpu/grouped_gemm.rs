@@ -47,8 +47,8 @@ struct Params {
 // SAFETY: plain numbers in C layout, taken by value; the same fields in the same order as in CUDA.
 unsafe impl DeviceRepr for Params {}
 
-/// Rows of an accumulator that one warp holds.
-const WARP_ROWS: u32 = 16;
+/// Rows of an accumulator that one warpgroup holds, `kBoxRows` of kernels/sm90/row_box.cuh.
+const BOX_ROWS: u32 = 64;
 
 /// The rows that are multiplied.
 pub(super) enum Rows<'a> {
@@ -134,10 +134,10 @@ impl GroupedGemm<'_> {
                 maps.a = TensorMap::encode(rows, [k, routed], [64, geometry.a_box_rows])?;
             }
         }
-        // The epilogue's tensors (R, width) move in boxes of one warp's rows.
+        // The epilogue's tensors (R, width) move in boxes of one warpgroup's rows.
         let boxes = |tensor: &Buffer<bf16>, columns| match columns {
             0 => Ok(TensorMap::unused()),
-            _ => TensorMap::encode(tensor, [tensor.len() / routed, routed], [columns, WARP_ROWS]),
+            _ => TensorMap::encode(tensor, [tensor.len() / routed, routed], [columns, BOX_ROWS]),
         };
         match epilogue {
             Epilogue::Store(out) => {
