@@ -47,11 +47,11 @@ pub(super) fn differentiate<A: Real>(activation: Activation, da: &[A], partials:
     Arch::new().dispatch(|| {
         if activation.gated() {
             for (partials, &da) in partials.chunks_exact_mut(2).zip(da) {
-                partials[0] = partials[0] * da;
-                partials[1] = partials[1] * da;
+                partials[0] *= da;
+                partials[1] *= da;
             }
         } else {
-            partials.iter_mut().zip(da).for_each(|(partial, &da)| *partial = *partial * da);
+            partials.iter_mut().zip(da).for_each(|(partial, &da)| *partial *= da);
         }
     });
 }
@@ -111,7 +111,7 @@ fn exp_of_negative<A: Real>(x: A) -> A {
     // ln 2 in two parts: n times the first is exact.
     const LN_2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
     // e^r = 1 + r + r²·P(r) for |r| ≤ ln 2 / 2 (Cephes).
-    const P: [f32; 6] = [1.987_569_1e-4, 1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.500_000_01];
+    const P: [f32; 6] = [1.987_569_1e-4, 1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5];
     let x = x.to_f32();
     let x = if x < -104.0 { -104.0 } else { x };
     let shifted = x * std::f32::consts::LOG2_E + WHOLE;
