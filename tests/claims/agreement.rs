@@ -10,7 +10,7 @@ use sonicmoe::case::{Case, Class};
 use sonicmoe::oracle::Verdict;
 use sonicmoe::reference::StandardMoe;
 use sonicmoe::sonic::cpu::CpuEngine;
-use sonicmoe::verify::{Campaign, Finding, Subject, agreement, campaign, examine};
+use sonicmoe::verify::{Campaign, Finding, Section, Subject, agreement, campaign, examine};
 use sonicmoe::{DType, Element, Engine};
 
 fn config(cases: u32) -> ProptestConfig {
@@ -89,14 +89,19 @@ fn every_engine_passes_the_table_of_edge_cases() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// The standard layer rounds op by op and keeps more, so it passes all but the memory claim.
+/// The standard layer rounds op by op and keeps more, so it passes all but the memory claim. Its steps
+/// are not the eight kernels (its dlogits pass through exponentials and quotients), so claims about
+/// single kernels do not concern it.
 #[test]
 fn standard_autograd_in_f32_is_within_the_eager_bounds_and_keeps_more() {
     for row in edge_cases() {
-        let faults = faults::<f32>(&StandardMoe::<f32>::default(), &row.case);
+        let problem = row.case.problem::<f32>().unwrap();
+        let mut findings = examine(&StandardMoe::<f32>::default(), &problem).unwrap().findings;
+        findings.retain(|finding| finding.claim.section != Section::Kernel);
+        let faults = broken(&findings);
         let other: Vec<_> = faults.iter().filter(|fault| !fault.starts_with("kept:")).collect();
         assert!(other.is_empty(), "{} ({}): {other:?}", row.claim, row.case);
-        let routed = row.case.problem::<f32>().unwrap().routed();
+        let routed = problem.routed();
         assert_eq!(faults.len() - other.len(), usize::from(routed > 0), "{}: {faults:?}", row.claim);
     }
 }

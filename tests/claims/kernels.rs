@@ -470,14 +470,19 @@ fn what_stays_until_backward_is_2td_and_4rn_bytes_or_2rn_without_a_gate() {
 #[test]
 fn metadata_are_counted_apart_and_hold_the_logits_only_where_backward_needs_all_of_them() {
     let (t, e, r) = (33, 8, 66);
-    let indices = 4 * ((e + 1) + r + r + (t + 1));
+    // Tokens and experts by pair, rows of pairs and back, tokens of rows and back; two lists of offsets.
+    let indices = 4 * (6 * r + (e + 1) + (t + 1));
     for convention in Convention::ALL {
         let pairing = Pairing::Router { convention, load: Load::Uniform };
         let problem = case("33,16,16,8,2").with_pairing(pairing).problem::<bf16>().unwrap();
         let engine = CpuEngine::<f32>::new();
         let ledger = engine.forward(&problem, Record::Results).unwrap().pass.kept();
-        let logits = if convention == Convention::TopKOverSoftmax { 4 * t * e } else { 0 };
-        assert_eq!(ledger.metadata(), indices + 4 * r + logits, "{convention}");
+        let bytes = |name: &str| ledger.0.iter().find(|kept| kept.tensor == name).map(|kept| kept.bytes);
+        let logits = (convention == Convention::TopKOverSoftmax).then_some(4 * t * e);
+        assert_eq!(bytes("routing"), Some(indices), "{convention}");
+        assert_eq!(bytes("scores"), Some(4 * r), "{convention}");
+        assert_eq!(bytes("router_logits"), logits, "{convention}");
+        assert_eq!(ledger.activations(), bytes("x").unwrap() + bytes("h").unwrap(), "{convention}");
     }
 }
 

@@ -90,7 +90,20 @@ fn zeros_fail_in_every_output() {
 fn a_lost_token_row_pair_or_expert_fails_in_every_output() {
     let made = made(&case());
     let lost = changed(&made.results, |stored| stored.values.index_axis_mut(Axis(0), 1).fill(0.0));
-    for (output, judgement) in made.judge(&lost) {
+    let mut judgements = made.judge(&lost);
+    // One number that sums dlogits of both signs over all tokens is small beside the worst case of
+    // that sum. The kernel oracle, which knows the dlogits, has no such excuse.
+    let Made { problem, routing, numerics, .. } = &made;
+    let alone = Results::from(
+        [Output::Dlogits, Output::DrouterB]
+            .map(|output| (output, if output == Output::DrouterB { &lost } else { &made.results }[&output].clone())),
+    );
+    for kernel::KernelBound { output, bounded, .. } in kernel::kernels(problem, routing, &alone, numerics).unwrap() {
+        if output == Output::DrouterB {
+            judgements.insert(output, judge(output, &lost[&output], &bounded).unwrap());
+        }
+    }
+    for (output, judgement) in judgements {
         assert!(!judgement.passes(), "{output} without its index 1 passes");
         assert!(judgement.clusters.iter().any(|cluster| (cluster.from, cluster.to) == (1, 2)), "{judgement}");
     }
@@ -159,8 +172,9 @@ fn the_fused_bound_is_neither_vacuous_nor_far_from_what_a_correct_engine_uses() 
         );
         assert!(judgement.passes(), "{judgement}");
         if Output::RESULTS.contains(&output) {
-            // A worst case over n of ds's terms grows faster than their sum; T terms of drouter_w once more.
-            let limit = if [Output::DrouterW].contains(&output) { 1.0 } else { 0.2 };
+            // A worst case over n of ds's terms grows faster than their sum; T terms of drouter_w and
+            // drouter_b once more.
+            let limit = if [Output::DrouterW, Output::DrouterB].contains(&output) { 1.0 } else { 0.2 };
             assert!(median < limit, "{output}: the median bound is {median} of the rms");
         }
     }
@@ -186,20 +200,15 @@ fn a_correct_engine_stays_within_six_deviations_on_random_data() {
 }
 
 #[test]
-fn a_wrong_rounding_model_leaves_six_deviations() {
+fn a_router_in_the_tensors_type_leaves_six_deviations_of_one_in_f32() {
     let case = Case::new("96,64,32,4,2".parse().unwrap());
     let fused = numerics(DType::BF16, RoundingModel::Fused, RouterRounding::Score);
     let (problem, routing) = problem_of(&case, &fused, UNIT);
     let limits = statistic::layer(&problem, &routing, &fused).unwrap();
-    let fails = |wrong: Numerics, output: Output| {
-        let results = naive(&problem, &routing, wrong, 3);
-        !judge(output, &results[&output], &limits[&output]).unwrap().passes()
-    };
-    let eager = Numerics { rounding: RoundingModel::Eager, ..fused };
-    let tensor_router = Numerics { router: RouterRounding::TensorType, ..fused };
-    assert!(fails(eager, Output::Ds), "dO·y rounded per element");
+    let results = naive(&problem, &routing, Numerics { router: RouterRounding::TensorType, ..fused }, 3);
     for output in [Output::Logits, Output::Scores, Output::Ds, Output::Dlogits] {
-        assert!(fails(tensor_router, output), "{output} of a router in bf16");
+        let judgement = judge(output, &results[&output], &limits[&output]).unwrap();
+        assert!(!judgement.passes(), "{output} of a router in bf16: {judgement}");
     }
 }
 
