@@ -25,7 +25,7 @@ use trial::Trial;
 /// the largest error that a correct implementation can have by its own rounding. No tolerance is
 /// chosen by anybody. A result fails beyond its bound, and is VACUOUS if a wrong result (zeros,
 /// a constant, sign flipped, rows shifted, gate and up swapped) would have passed too.
-#[derive(Args, Clone, Debug)]
+#[derive(Args, Clone, Debug, Default)]
 #[command(after_long_help = HELP)]
 pub struct CheckArgs {
     /// safetensors files, one run each
@@ -141,6 +141,17 @@ impl Checked {
     /// The model of the trial that the file passed; of the last one if it passed none.
     pub fn model(&self) -> Model {
         self.trial.model
+    }
+
+    /// The layer's results that do not pass, with the verdict on each.
+    pub fn faults(&self) -> Vec<(Output, Verdict)> {
+        let faults = self.trial.judged.iter().map(|judged| (judged.judgement.output, judged.verdict()));
+        faults.filter(|(_, verdict)| *verdict != Verdict::Pass).collect()
+    }
+
+    /// The report for people.
+    pub fn report(&self) -> String {
+        text::of_checked(self)
     }
 }
 

@@ -3,16 +3,17 @@
 //! A router of low precision may choose another expert than an exact one wherever two logits are
 //! within their error. So a choice is accepted if it is optimal for *some* logits within the error
 //! of the model on trial: no unchosen logit certainly above a chosen one. Where several are
-//! acceptable and the file has no ids, the one whose output row is nearest to the file's is taken.
+//! acceptable and the file has no ids, the one that best explains the
+//! token's rows of o and dx is taken.
 
-use ndarray::{Array2, ArrayView1, ArrayView2, Axis};
+use ndarray::{Array2, ArrayD, ArrayView1, Axis};
 
 use super::Dump;
 use super::container::quoted;
 use crate::element::DType;
 use crate::engine::{Numerics, Output, RouterRounding};
 use crate::error::{Error, Result};
-use crate::oracle::bound;
+use crate::oracle::{Bounded, bound};
 use crate::problem::{Biases, Gating, Problem, Router};
 use crate::routing::{Convention, Routing};
 use crate::shape::{ExpertId, TokenId};
@@ -175,7 +176,8 @@ impl Dump {
         Ok(Logits { values, error, source })
     }
 
-    /// For each token with alternatives, the one whose row of o is nearest to the file's.
+    /// For each token with alternatives, the one that explains its row of o or of dx in the file
+    /// best: where one of the two results is wrong, the other still tells.
     ///
     /// Every alternative becomes one token of a small layer with the same weights.
     fn nearest(
@@ -184,12 +186,9 @@ impl Dump {
         alternatives: Vec<(usize, Vec<usize>)>,
         numerics: &Numerics,
     ) -> Result<Vec<(usize, Vec<usize>)>> {
-        let Some(o) = self.results.get(&Output::O) else { return Ok(Vec::new()) };
         if alternatives.is_empty() {
             return Ok(Vec::new());
         }
-        let o: ArrayView2<'_, f64> =
-            o.values.view().into_dimensionality().map_err(|error| Error::internal(error.to_string()))?;
         let tokens: Vec<usize> = alternatives.iter().map(|(token, _)| *token).collect();
         let pairs = alternatives.iter().enumerate().flat_map(|(row, (_, experts))| {
             experts.iter().map(move |&expert| (TokenId(row as u32), ExpertId(expert as u32)))
@@ -208,18 +207,19 @@ impl Dump {
                 convention: router.convention,
             }),
             whole.activation(),
-            Array2::zeros((tokens.len(), whole.d())),
+            whole.dout().select(Axis(0), &tokens),
         )?;
         let bounds = bound::layer(&small, &routing, numerics)?;
-        let truth: ArrayView2<'_, f64> = bounds[&Output::O]
-            .truth
-            .view()
-            .into_dimensionality()
-            .map_err(|error| Error::internal(error.to_string()))?;
+        let ratio = |output: Output, row: usize, token: usize| -> Option<f64> {
+            let (stored, Bounded { truth, bound }) = (self.results.get(&output)?, bounds.get(&output)?);
+            let row_of = |values: &ArrayD<f64>, row: usize| values.index_axis(Axis(0), row).to_owned();
+            Some(worst_ratio(&row_of(&stored.values, token), &row_of(truth, row), &row_of(bound, row)))
+        };
         let mut nearest: Vec<(usize, Vec<usize>)> = Vec::new();
         let mut smallest = f64::INFINITY;
-        for ((token, set), truth) in alternatives.into_iter().zip(truth.outer_iter()) {
-            let distance: f64 = truth.iter().zip(o.row(token)).map(|(a, b)| (a - b) * (a - b)).sum();
+        for (row, (token, set)) in alternatives.into_iter().enumerate() {
+            let ratios = [Output::O, Output::Dx].into_iter().filter_map(|output| ratio(output, row, token));
+            let distance = ratios.fold(f64::INFINITY, f64::min);
             match nearest.last_mut() {
                 Some(last) if last.0 == token => {
                     if distance < smallest {
@@ -229,12 +229,27 @@ impl Dump {
                 }
                 _ => {
                     nearest.push((token, set));
-                    smallest = if distance.is_nan() { f64::INFINITY } else { distance };
+                    smallest = distance;
                 }
             }
         }
         Ok(nearest)
     }
+}
+
+/// The largest error over bound; ∞ where a value is not finite.
+fn worst_ratio(values: &ArrayD<f64>, truth: &ArrayD<f64>, bound: &ArrayD<f64>) -> f64 {
+    let ratios = values.iter().zip(truth).zip(bound).map(|((value, truth), bound)| {
+        let error = (value - truth).abs();
+        if error == 0.0 {
+            0.0
+        } else if error.is_finite() {
+            error / bound
+        } else {
+            f64::INFINITY
+        }
+    });
+    ratios.fold(0.0, f64::max)
 }
 
 /// γ_m = m·u/(1 − m·u): what a sum of m products in any order may lose, relative to Σ|a||b|.
@@ -260,13 +275,22 @@ fn optimal(
 ) -> Option<Vec<Vec<usize>>> {
     let low = |expert: usize| values[expert] - error[expert];
     let high = |expert: usize| values[expert] + error[expert];
-    // `above` of an expert: those that certainly beat it, and those that might.
-    let certainly_above = |expert: usize| ranked.iter().filter(|&&other| low(other) > high(expert)).count();
-    let maybe_above =
-        |expert: usize| ranked.iter().filter(|&&other| other != expert && high(other) >= low(expert)).count();
+    let descending = |mut bounds: Vec<f64>| {
+        bounds.sort_unstable_by(|a, b| b.total_cmp(a));
+        bounds
+    };
+    let lows = descending(ranked.iter().map(|&expert| low(expert)).collect());
+    let highs = descending(ranked.iter().map(|&expert| high(expert)).collect());
+    // Fewer than K experts are certainly above it: it may be chosen. At most K − 1 others might be
+    // level with it or above: it must be.
     let possible: Vec<usize> =
-        ranked.iter().copied().filter(|&expert| values[expert].is_finite() && certainly_above(expert) < k).collect();
-    let (certain, open): (Vec<usize>, Vec<usize>) = possible.into_iter().partition(|&expert| maybe_above(expert) < k);
+        ranked.iter().copied().filter(|&expert| values[expert].is_finite() && high(expert) >= lows[k - 1]).collect();
+    let (certain, open): (Vec<usize>, Vec<usize>) =
+        possible.into_iter().partition(|&expert| highs.get(k).is_none_or(|&next| next < low(expert)));
+    let mut rank = vec![0; ranked.len()];
+    for (place, &expert) in ranked.iter().enumerate() {
+        rank[expert] = place;
+    }
     let free = k - certain.len();
     let mut sets = Vec::new();
     // Combinations of `free` of the open experts in the order of the ranking: the exact top-K first.
@@ -277,9 +301,8 @@ fn optimal(
         if looked_at > 16 * CHOICES_OF_A_TOKEN || sets.len() > CHOICES_OF_A_TOKEN {
             return None;
         }
-        let mut set = certain.clone();
-        set.extend(picked.iter().map(|&index| open[index]));
-        set.sort_by_key(|expert| ranked.iter().position(|other| other == expert));
+        let mut set: Vec<usize> = certain.iter().copied().chain(picked.iter().map(|&index| open[index])).collect();
+        set.sort_unstable_by_key(|&expert| rank[expert]);
         if worse(&set, values, error).is_none() {
             sets.push(set);
         }

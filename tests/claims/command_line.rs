@@ -1,1 +1,186 @@
 //! The command line says what it found, with the right exit code.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+
+fn sonicmoe() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_sonicmoe"));
+    command.env_remove("NO_COLOR");
+    command
+}
+
+fn data(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name).with_extension("safetensors")
+}
+
+/// A copy of a real run with `bytes` of its last tensor, which is x, set to `value`.
+fn scratch(name: &str, change: impl FnOnce(&mut Vec<u8>)) -> PathBuf {
+    let mut bytes = std::fs::read(data("hf_olmoe_bf16")).unwrap();
+    change(&mut bytes);
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("command_line_{name}.safetensors"));
+    std::fs::write(&path, bytes).unwrap();
+    path
+}
+
+/// Where a tensor's bytes lie in the file.
+fn range(bytes: &[u8], tensor: &str) -> std::ops::Range<usize> {
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let table: Value = serde_json::from_slice(&bytes[8..8 + header]).unwrap();
+    let at = |place: usize| 8 + header + table[tensor]["data_offsets"][place].as_u64().unwrap() as usize;
+    at(0)..at(1)
+}
+
+fn zeroed_output() -> PathBuf {
+    scratch("zeroed", |bytes| {
+        let range = range(bytes, "o");
+        bytes[range].fill(0);
+    })
+}
+
+fn truncated() -> PathBuf {
+    scratch("truncated", |bytes| bytes.truncate(1000))
+}
+
+fn unnamed_result() -> PathBuf {
+    scratch("unnamed", |bytes| {
+        let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        let text = String::from_utf8(bytes[8..8 + header].to_vec()).unwrap().replacen("\"dw2\"", "\"dv2\"", 1);
+        bytes[8..8 + header].copy_from_slice(text.as_bytes());
+    })
+}
+
+fn run(arguments: &[&str]) -> Output {
+    sonicmoe().args(arguments).stdin(Stdio::null()).output().unwrap()
+}
+
+fn check(files: &[&Path], flags: &[&str]) -> Output {
+    sonicmoe().arg("check").args(flags).args(files).stdin(Stdio::null()).output().unwrap()
+}
+
+fn code(output: &Output) -> i32 {
+    output.status.code().unwrap_or_else(|| panic!("ended by a signal: {output:?}"))
+}
+
+fn text(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+#[test]
+fn the_exit_code_is_the_worst_of_all_files() {
+    let right = data("hf_olmoe_bf16");
+    let (wrong, malformed, incomplete) = (zeroed_output(), truncated(), unnamed_result());
+    assert_eq!(code(&check(&[&right], &[])), 0);
+    assert_eq!(code(&check(&[&wrong], &[])), 1);
+    assert_eq!(code(&check(&[&malformed], &[])), 2);
+    assert_eq!(code(&check(&[&incomplete], &[])), 4);
+    assert_eq!(code(&check(&[&right, &incomplete], &[])), 4);
+    assert_eq!(code(&check(&[&incomplete, &wrong, &right], &[])), 1);
+    let all = check(&[&wrong, &malformed, &incomplete, &right], &[]);
+    assert_eq!(code(&all), 2);
+    let last = text(&all).lines().last().unwrap().to_string();
+    assert_eq!(last, "4 files: 1 PASS, 1 INCOMPLETE, 1 FAIL, 1 CONTRACT VIOLATED; together: CONTRACT VIOLATED");
+}
+
+#[test]
+fn a_failure_names_the_result_the_place_both_numbers_and_how_to_repeat_it() {
+    let wrong = zeroed_output();
+    let report = text(&check(&[&wrong], &[]));
+    let failure = report.lines().find(|line| line.trim_start().starts_with("o: ")).unwrap();
+    for part in ["elements are beyond their bound", "worst at [", "truth ", "bound ", "ratio "] {
+        assert!(failure.contains(part), "{report}");
+    }
+    assert!(report.contains("repeat: sonicmoe check --rounding-model eager --only o"), "{report}");
+    assert_eq!(code(&check(&[&wrong], &["--only", "dx", "--only", "dw1"])), 0);
+    assert_eq!(code(&check(&[&wrong], &["--only", "o"])), 1);
+}
+
+#[test]
+fn json_says_the_same_as_the_tables() {
+    let (right, wrong, malformed) = (data("hf_olmoe_bf16"), zeroed_output(), truncated());
+    let output = check(&[&right, &wrong, &malformed], &["--json"]);
+    let document: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(document["schema"], "sonicmoe.check/1");
+    assert_eq!((document["verdict"].as_str(), document["exit_code"].as_u64()), (Some("CONTRACT VIOLATED"), Some(2)));
+    let file = |place: usize| &document["files"][place];
+    assert_eq!((&file(0)["verdict"], &file(0)["model"]), (&"PASS".into(), &"fused_tensor_router".into()));
+    let o = |place: usize| file(place)["results"].as_array().unwrap().iter().find(|row| row["result"] == "o").unwrap();
+    assert_eq!((o(0)["elements"].as_u64(), o(0)["failing"].as_u64()), (Some(8320), Some(0)));
+    assert!(o(0)["worst"]["ratio"].as_f64().unwrap() <= 1.0 && o(1)["worst"]["ratio"].as_f64().unwrap() > 1.0);
+    assert!(o(1)["failing"].as_u64().unwrap() > 1000);
+    assert!(file(2)["error"].as_str().unwrap().contains("its header claims"));
+}
+
+#[test]
+fn a_declared_model_is_the_only_one_tried() {
+    let right = data("hf_olmoe_bf16");
+    assert_eq!(code(&check(&[&right], &["--rounding-model", "fused"])), 1);
+    assert_eq!(code(&check(&[&right], &["--rounding-model", "fused_tensor_router"])), 0);
+}
+
+#[test]
+fn flags_win_over_metadata_and_names_can_be_mapped() {
+    let right = data("hf_olmoe_bf16");
+    assert_eq!(code(&check(&[&right], &["--layout", "concatenated_up_first"])), 1);
+    assert_eq!(code(&check(&[&right], &["--router", "topk_over_softmax_renormalized"])), 1);
+    assert_eq!(code(&check(&[&right], &["--k", "9"])), 2);
+    let unnamed = unnamed_result();
+    assert_eq!(code(&check(&[&unnamed], &["--map", "dw2=dv2"])), 0);
+    assert_eq!(code(&check(&[&unnamed], &["--map", "dw2=dv3"])), 2);
+    assert_eq!(code(&check(&[&unnamed], &["--map", "dw3=dv2"])), 2);
+}
+
+#[test]
+fn wrong_usage_is_a_broken_contract_and_help_is_none() {
+    for wrong in [&["check"][..], &["chekc"], &["check", "--activation", "swish", "f"], &["check", "--only", "p", "f"]]
+    {
+        let output = run(wrong);
+        assert_eq!((code(&output), output.stdout.len()), (2, 0), "{wrong:?}");
+        assert!(!output.stderr.is_empty());
+    }
+    for help in [&["--help"][..], &["check", "--help"], &["memory", "--help"], &["--version"]] {
+        assert_eq!(code(&run(help)), 0, "{help:?}");
+    }
+}
+
+#[test]
+fn help_shows_examples_that_work() {
+    let help = text(&run(&["check", "--help"]));
+    assert!(help.contains("sonicmoe check run.safetensors"), "{help}");
+    for name in ["--router", "--layout", "--activation", "--k", "--rounding-model", "--json", "Exit codes"] {
+        assert!(help.contains(name), "{name}: {help}");
+    }
+    let top = text(&run(&["--help"]));
+    let example = top.lines().find_map(|line| line.trim().strip_prefix("sonicmoe memory ")).unwrap();
+    let arguments: Vec<&str> = std::iter::once("memory").chain(example.split_whitespace().take(2)).collect();
+    let output = run(&arguments);
+    assert_eq!(code(&output), 0, "{arguments:?}");
+    assert!(text(&output).contains("264 MiB"), "{output:?}");
+}
+
+#[test]
+fn what_is_no_terminal_gets_no_colours() {
+    for no_color in [None, Some("1")] {
+        let mut command = sonicmoe();
+        command.arg("check").arg(data("hf_olmoe_bf16"));
+        if let Some(value) = no_color {
+            command.env("NO_COLOR", value);
+        }
+        assert!(!text(&command.output().unwrap()).contains('\x1b'));
+    }
+}
+
+#[test]
+fn a_reader_that_leaves_early_does_not_change_the_verdict() {
+    let mut child = sonicmoe()
+        .arg("check")
+        .args([data("hf_olmoe_bf16"), data("hf_qwen3_f32")])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!((code(&output), String::from_utf8(output.stderr).unwrap().as_str()), (0, ""));
+}

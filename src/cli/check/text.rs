@@ -38,7 +38,7 @@ pub(super) fn summary(tally: &[Verdict], worst: Verdict) -> String {
     format!("{} files: {}; together: {worst}\n", tally.len(), counted.collect::<Vec<_>>().join(", "))
 }
 
-fn of_checked(checked: &Checked) -> String {
+pub(super) fn of_checked(checked: &Checked) -> String {
     let Checked { dump, refused, trial, verdict } = checked;
     let mut text = format!("{}\n", dump.path.display());
     for line in heading(dump) {
@@ -66,6 +66,8 @@ fn of_checked(checked: &Checked) -> String {
         let mut names: Vec<Output> = outputs.map(|judged| judged.judgement.output).collect();
         names.sort_unstable();
         names.dedup();
+        // Where most of a file fails, the command repeats all of it.
+        names.truncate(if names.len() > 4 { 0 } else { 4 });
         let only: String = names.iter().map(|output| format!(" --only {output}")).collect();
         let path = dump.path.display();
         let _ = writeln!(text, "  repeat: sonicmoe check --rounding-model {}{only} {path}", trial.model);
@@ -110,7 +112,7 @@ fn routing(dump: &Dump, trial: &Trial) -> Vec<String> {
     if chosen.ambiguous > 0 {
         lines.push(format!(
             "{} tokens have more than one choice that is optimal within the error of their logits; {} of {} follow \
-             the row of o in the file",
+             the rows of o and dx in the file",
             chosen.ambiguous,
             chosen.ambiguous - chosen.untried,
             chosen.ambiguous

@@ -93,14 +93,21 @@ impl Trial {
         self.judged.iter().map(Judged::verdict).max().unwrap_or(Verdict::Vacuous)
     }
 
-    /// The failing results with the worst ratio of each, in a line.
+    /// The failing results with the worst ratio of each, in a line: the worst first, and not all.
     pub fn failures(&self) -> String {
-        let failing = self.judged.iter().filter(|judged| !judged.judgement.passes());
-        let each = failing.map(|judged| {
-            let Judgement { output, failing, elements, .. } = &judged.judgement;
-            format!("{output} {failing}/{elements} (worst {}× its bound)", number(judged.judgement.ratio()))
+        const SHOWN: usize = 4;
+        let mut failing: Vec<&Judgement> =
+            self.judged.iter().map(|judged| &judged.judgement).filter(|judgement| !judgement.passes()).collect();
+        failing.sort_by(|a, b| b.ratio().total_cmp(&a.ratio()));
+        let each = failing.iter().take(SHOWN).map(|judgement| {
+            let Judgement { output, failing, elements, .. } = judgement;
+            format!("{output} {failing}/{elements} (worst {}× its bound)", number(judgement.ratio()))
         });
-        each.collect::<Vec<_>>().join(", ")
+        let mut text = each.collect::<Vec<_>>().join(", ");
+        if failing.len() > SHOWN {
+            text += &format!(" and {} more", failing.len() - SHOWN);
+        }
+        text
     }
 
     /// Lets wrong results try to pass in the place of each result of the layer.
