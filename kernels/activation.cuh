@@ -24,13 +24,36 @@ namespace sonic {
 template <u32 kActivation>
 constexpr bool kActivationIsGated = kActivation <= SONIC_REGLU;
 
+__device__ __forceinline__ f32 reciprocal(f32 x) {
+    f32 result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
 // 1 / (1 + 2^(−x·log₂e)): exactly 1 from 18 on, exactly 0 below −90, relative error a few 2⁻²² in
 // between. (tanh.approx has an absolute error of 2⁻¹¹ and ruins the result for negative x.)
 __device__ __forceinline__ f32 sigmoid(f32 x) {
-    f32 power, result;
+    f32 power;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.4426950408889634f));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(1.0f + power));
-    return result;
+    return reciprocal(1.0f + power);
+}
+
+// exp(x²)·erfc(x) for x ≥ 0: (1 + p(q))/(1 + 2x) with q = (x − 2)/(x + 2). With the Gaussian factor of
+// ex2.approx the relative error of erfc is below 10⁻⁵ up to x = 9, and below 3·10⁻⁷ for x ≤ 1.4.
+__device__ __forceinline__ f32 scaled_erfc(f32 x) {
+    f32 q = (x - 2.0f) * reciprocal(x + 2.0f);
+    f32 p = -0x1.a4a000p-12f;
+    p = p * q + -0x1.42a260p-10f;
+    p = p * q + 0x1.585714p-10f;
+    p = p * q + 0x1.1adcc4p-7f;
+    p = p * q + -0x1.081b82p-7f;
+    p = p * q + -0x1.bc0b6ap-5f;
+    p = p * q + 0x1.4ffc46p-3f;
+    p = p * q + -0x1.540840p-3f;
+    p = p * q + -0x1.7bf616p-4f;
+    p = p * q + 0x1.1ba03ap-2f;
+    f32 scale = reciprocal(2.0f * x + 1.0f);
+    return p * scale + scale;
 }
 
 struct ValueAndSlope {
@@ -46,11 +69,12 @@ __device__ __forceinline__ ValueAndSlope activate_with_slope(f32 x) {
         f32 value = x * s;
         return {value, s + value * (1.0f - s)};
     } else if constexpr (kActivation == SONIC_GEGLU_ERF || kActivation == SONIC_GELU_ERF) {
-        // Φ(x) = erfc(−x/√2)/2 keeps its relative accuracy for negative x; f′ = Φ + x·φ.
-        f32 phi_integral = 0.5f * erfcf(x * -0.70710678118654752f);
-        f32 density;
-        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(density) : "f"(x * x * -0.72134752044448170f));
-        return {x * phi_integral, phi_integral + x * (density * 0.39894228040143268f)};
+        // Φ(x) = erfc(−x/√2)/2, f′ = Φ + x·φ. Negative x take the tail itself and keep its relative accuracy.
+        f32 gaussian;
+        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(gaussian) : "f"(x * x * -0.72134752044448170f));
+        f32 tail = 0.5f * gaussian * scaled_erfc(fabsf(x) * 0.70710678118654752f);
+        f32 integral = x < 0.0f ? tail : 1.0f - tail;
+        return {x * integral, integral + x * (gaussian * 0.39894228040143268f)};
     } else if constexpr (kActivation == SONIC_GEGLU_TANH || kActivation == SONIC_GELU_TANH) {
         // (1 + tanh u)/2 = σ(2u), u = √(2/π)(x + 0.044715x³). Beyond ±16 the slope of σ is 0, and
         // the clamp keeps u′ finite there.

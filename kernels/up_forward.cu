@@ -110,11 +110,20 @@ class UpForwardEpilogue {
                 store_shared_2(lower ^ inside, bf16{u16(pair >> 16)});
             }
         } else {
-            f32 activated[32];
+            // Eight values at a time: with more in flight the longer activations spill.
 #pragma unroll
-            for (u32 i = 0; i < 32; ++i) activated[i] = activate<SONIC_ACTIVATION>(values[i], 0.0f);
-            round_into_box<32>(box, activated);
-            round_into_box<32>(box + kBoxBytes<32>, activated + 16);
+            for (u32 j = 0; j < 8; j += 2) {
+                u32 pairs[4];
+#pragma unroll
+                for (u32 i = 0; i < 4; ++i) {
+                    f32 v0 = values[4 * j + 2 * i], v1 = values[4 * j + 2 * i + 1];
+                    asm volatile("" : "+f"(v0), "+f"(v1)::"memory");
+                    pairs[i] = pack_bf16(activate<SONIC_ACTIVATION>(v0, 0.0f), activate<SONIC_ACTIVATION>(v1, 0.0f));
+                }
+                u32 rows = rows_of_this_warp<32>(box + j / 4 * kBoxBytes<32>);
+                u32 address = rows + box_offset<32>(lane_index() % 16, j % 4 + lane_index() / 16);
+                store_matrix_x4(address, pairs[0], pairs[1], pairs[2], pairs[3]);
+            }
         }
     }
 
