@@ -76,7 +76,8 @@ Tensors in a file (T tokens, d model width, n expert width, E experts, R routed 
             scores (R)
   required: o, dx (T,d)  dw1  dw2; db1, db2 with biases; drouter_w (drouter_b) with a router, ds (R)
             with given routing
-  optional: ds, dlogits, scores, expert_frequency, topk_frequency; and what passes between the
+  optional: dlogits, expert_frequency, topk_frequency; with a router token_idx and expert_idx (T·K,
+            token by token) and then ds and scores in their order; and what passes between the
             kernels, rows in expert order: h, a, y, dh, a_prime, dx_expanded
 Types: F64, F32, BF16, F16, each tensor its own. Metadata strings: router, w1_layout, activation, K;
 optional rounding_model (fused or eager), token_rounding, tile, producer, seed. Flags win.

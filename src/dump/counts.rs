@@ -1,9 +1,13 @@
 //! Counts of tokens per expert, where a file has them: before and after token rounding.
 
 use super::choice::ranking;
+use std::collections::BTreeSet;
+
 use super::container::Container;
 use super::{Chosen, Dump};
 use crate::error::{Error, Result};
+use crate::routing::Routing;
+use crate::routing::rounding::{Rule, TokenRounding};
 use crate::shape::ExpertId;
 
 /// The counts of a file.
@@ -48,7 +52,7 @@ impl Dump {
             self.check_top_k(stated, &used, &mut held)?;
         }
         if let Some(rule) = &self.metadata.token_rounding {
-            self.check_rounding(rule, &used, &mut held)?;
+            self.check_rounding(rule, &used, &choice.routing, &mut held)?;
         }
         Ok(held)
     }
@@ -94,7 +98,7 @@ impl Dump {
         Ok(())
     }
 
-    fn check_rounding(&self, rule: &str, used: &[i64], held: &mut Vec<String>) -> Result<()> {
+    fn check_rounding(&self, rule: &str, used: &[i64], routing: &Routing, held: &mut Vec<String>) -> Result<()> {
         let Some(tile) = self.metadata.tile else {
             return Err(Error::missing(
                 "metadata `tile`",
@@ -111,7 +115,7 @@ impl Dump {
                 return Err(Error::parse("tensor", "expert_idx", reason));
             }
             if let Some(top_k) = &self.counts.topk_frequency
-                && (count - top_k[expert]).abs() >= tile
+                && count.abs_diff(top_k[expert]) >= tile.unsigned_abs()
             {
                 let reason = format!(
                     "expert {expert} has {count} pairs, a tile of {tile} or more away from its {} of the top-K choice",
@@ -120,8 +124,26 @@ impl Dump {
                 return Err(Error::parse("tensor", "expert_idx", reason));
             }
         }
-        held.push(format!("every expert's count is a multiple of {tile}, less than a tile from its top-K count"));
+        let near = if self.counts.topk_frequency.is_some() { ", less than a tile from its top-K count" } else { "" };
+        held.push(format!("every expert's count is a multiple of {tile}{near}"));
+        held.extend(self.repeat_rounding(rule, tile as usize, routing));
         Ok(())
+    }
+
+    /// Rounds the file's logits by our own rule and says how the pairs compare. Rankings in another
+    /// precision, equal logits and other options make honest differences, so this is no verdict.
+    fn repeat_rounding(&self, rule: &str, tile: usize, routing: &Routing) -> Option<String> {
+        let rule: Rule = rule.parse().ok().filter(|rule: &Rule| !rule.draws() && tile <= i32::MAX as usize)?;
+        let (logits, k) = (self.logits.as_ref()?, self.metadata.k?);
+        let (_, rounded) = TokenRounding { rule, ..TokenRounding::new(tile) }.route(logits.view(), k).ok()?;
+        let set = |routing: &Routing| -> BTreeSet<_> {
+            routing.pair_token().iter().copied().zip(routing.pair_expert().iter().copied()).collect()
+        };
+        let (ours, theirs) = (set(&rounded.routing), set(routing));
+        Some(match theirs.difference(&ours).count() {
+            0 if ours.len() == theirs.len() => format!("the pairs are those that {rule} makes of the logits"),
+            other => format!("{other} of {} pairs are others than {rule} makes of the logits", theirs.len()),
+        })
     }
 }
 

@@ -7,9 +7,9 @@
 //! | tensors | |
 //! | --- | --- |
 //! | inputs | `x`, `w1`, `w2`, `dout`; `b1` and `b2` together or not at all |
-//! | routing | `router_w`, optional `router_b`, `router_logits`, and the ids below; or `token_idx`, `expert_idx`, `scores` |
+//! | routing | `router_w`, optional `router_b`, `router_logits`, and ids (`token_idx`, `expert_idx`); or `token_idx`, `expert_idx`, `scores` |
 //! | required results | `o`, `dx`, `dw1`, `dw2`; `db1`, `db2` with biases; `drouter_w` (`drouter_b`) with a router, `ds` with given routing |
-//! | optional results | `ds`, `dlogits`, `scores`, `expert_frequency`, `topk_frequency` |
+//! | optional results | `dlogits`, `expert_frequency`, `topk_frequency`; behind a router with ids `ds` and `scores` in the ids' order |
 //! | between the kernels, rows in expert order | `h`, `a`, `y`, `dh`, `a_prime`, `dx_expanded` |
 //!
 //! Strings say what no tensor shows: `router`, `w1_layout`, `activation`, `K`; and optionally
@@ -92,14 +92,14 @@ impl Dump {
     /// The models under which this file may be right, tightest first: up to the declared rounding
     /// model, and only one of them where the router's rounding makes no difference.
     pub fn models(&self) -> Vec<Model> {
-        let behind_router = matches!(self.problem.gating(), Gating::Router(_));
+        let router_differs = matches!(self.problem.gating(), Gating::Router(_)) && self.storage != self.score;
         Model::ALL
             .into_iter()
             .filter(|model| match self.metadata.rounding_model {
                 Some(RoundingModel::Fused) => *model != Model::Eager,
                 Some(RoundingModel::Eager) | None => true,
             })
-            .filter(|model| behind_router || *model != Model::FusedTensorRouter)
+            .filter(|model| router_differs || *model != Model::FusedTensorRouter)
             .collect()
     }
 

@@ -82,7 +82,8 @@ impl Dump {
             expect_k_each(ids, metadata.required_k()?)?;
         }
 
-        let results = reader.results(&problem, &border)?;
+        let pairs_known = ids.is_some() || router == GatingKind::Given;
+        let results = reader.results(&problem, &border, pairs_known)?;
         let logits = match results.get(&Output::Logits) {
             Some(logits) => Some(logits.values.clone()),
             None => reader.floats("router_logits", &[t, e])?.map(|logits| logits.values),
@@ -274,9 +275,14 @@ impl Reader<'_> {
         Ok(Some(stored))
     }
 
-    fn results(&mut self, problem: &Problem<'_, f64>, border: &Border) -> Result<Results> {
+    /// Values by pair are read only where the pairs are known: the order of an inferred choice is a
+    /// guess wherever two logits are close.
+    fn results(&mut self, problem: &Problem<'_, f64>, border: &Border, pairs_known: bool) -> Result<Results> {
         let mut results = Results::new();
         for output in Output::RESULTS.into_iter().chain(Output::INTERMEDIATES) {
+            if matches!(output, Output::Ds | Output::Scores) && !pairs_known {
+                continue;
+            }
             let Some(shape) = shape_of(output, problem) else { continue };
             let Some(mut stored) = self.floats(output.name(), &shape)? else { continue };
             match output {

@@ -70,6 +70,8 @@ fn a_choice_that_equal_logits_leave_open_is_taken_from_the_results_and_said() {
         assert_eq!(checked.verdict, Verdict::Pass, "{}", checked.report());
         let said = format!("{others} tokens are not sent to the exact top-K");
         assert!(checked.report().contains(&said), "{said}: {}", checked.report());
+        // Without ids nobody knows which of two equals ds and scores name first.
+        assert_eq!(checked.report().contains("not read: `ds`, `scores`"), name != "ids", "{}", checked.report());
     }
     // Even where o is wrong, dx shows who was chosen: the fault stays in o.
     let wrong = blind.without("y").edit("o", |values| values.fill(0.0)).save("ties_wrong");
@@ -83,5 +85,18 @@ fn a_fused_file_that_needs_no_declaration_gets_the_same_model() {
         let path = File::of_data(name).without_string("rounding_model").save(&format!("undeclared_{name}"));
         let checked = check(&path).unwrap();
         assert_eq!((checked.verdict, checked.model()), (Verdict::Pass, model));
+    }
+}
+
+#[test]
+fn the_counts_of_token_rounding_are_checked() {
+    let report = check(&data("sonic_rounding_a")).unwrap().report();
+    for held in [
+        "expert_frequency is that of the routing",
+        "topk_frequency is that of the top 2 of router_logits",
+        "every expert's count is a multiple of 128, less than a tile from its top-K count",
+        "the pairs are those that nearest_frequency_ties_down makes of the logits",
+    ] {
+        assert!(report.contains(held), "{held}: {report}");
     }
 }
