@@ -19,7 +19,7 @@
 #define SONIC_TILE_N 256
 #endif
 #ifndef SONIC_STAGES
-#define SONIC_STAGES 3
+#define SONIC_STAGES 4
 #endif
 #ifndef SONIC_CLUSTER
 #define SONIC_CLUSTER 1
@@ -34,11 +34,10 @@ constexpr bool kGated = kActivationIsGated<SONIC_ACTIVATION>;
 // Columns of G at a time, and of H that belong to them.
 constexpr u32 kPart = 32;
 constexpr u32 kHColumns = kGated ? 2 * kPart : kPart;
-constexpr u32 kHSlots = 4;
+constexpr u32 kHSlots = 2;
 
 struct alignas(1024) DownBackwardShared {
     u8 h[kHSlots][kBoxBytes<kHColumns>];
-    u8 a[kBoxBytes<kPart>];
 };
 
 __device__ __forceinline__ u32 parts_of(i32 column, i32 columns) {
@@ -47,90 +46,62 @@ __device__ __forceinline__ u32 parts_of(i32 column, i32 columns) {
 
 __device__ __forceinline__ i32 h_column(i32 column) { return kGated ? 2 * column : column; }
 
-// Brings H of both consumer groups into their slots, up to kHSlots parts ahead, and stores the dH that
-// takes its place.
+// Brings H of both consumer groups into their slots, kHSlots parts ahead, the first ones during the main
+// loop. (It writes nothing: dH and A′ leave from registers.)
 class DownBackwardWriter {
   public:
+    using Slots = SlotBarriers<kHSlots>;
+
     __device__ __forceinline__ DownBackwardWriter(const GroupedGemmMaps& maps, const GroupedGemmParams& p,
-                                                  DownBackwardShared* shared, SlotBarriers<kHSlots>* slots)
-        : maps_(maps), p_(p), dh_{&maps.out, p.out, h_column(p.n)}, shared_(shared), slots_(slots) {}
+                                                  DownBackwardShared* shared, Slots* slots)
+        : map_(&maps.h), columns_(p.n), status_(p.status), shared_(shared), slots_(slots) {}
 
     __device__ __forceinline__ void write(const GroupRows& first, const GroupRows& second) {
-        if (first.rows <= 0) return;
-        bool both = second.rows > 0;
-        u32 parts = parts_of(first.column, p_.n);
-        // Every slot is free: the previous tile's stores have been read.
-        for (u32 part = 0; part < min_of(parts, kHSlots); ++part) {
-            load(0, part, first);
-            if (both) load(1, part, second);
-        }
+        u32 parts = parts_of(first.column, columns_);
         for (u32 part = 0; part < parts; ++part) {
-            store(0, part, first);
-            if (both) store(1, part, second);
-            // The slots of the part before this one have been read: the next H comes in.
-            if (elect_lane()) {
-                if (both) {
-                    store_wait_read<2>();
-                } else {
-                    store_wait_read<1>();
-                }
-            }
-            __syncwarp();
-            u32 next = part + kHSlots - 1;
-            if (part >= 1 && next < parts) {
-                load(0, next, first);
-                if (both) load(1, next, second);
-            }
+            load(0, part, first);
+            load(1, part, second);
         }
-        if (elect_lane()) store_wait_read<0>();
-        __syncwarp();
     }
 
   private:
     // Rows beyond the expert's end bring the next expert's H, which no stored value depends on.
     __device__ __forceinline__ void load(u32 which, u32 part, const GroupRows& group) {
-        RingPosition<kHSlots>& at = loaded_[which];
+        if (group.rows <= 0) return;
+        RingPosition<kHSlots>& at = at_[which];
+        Slots& slots = slots_[which];
+        // Fresh slots are free.
+        barrier_wait(&slots.filled[at.slot], at.round_parity ^ 1, Role::kWriter, at.slot, status_);
         if (elect_lane()) {
-            u64* ready = &slots_[which].ready[at.slot];
-            barrier_arrive_expect(ready, kBoxBytes<kHColumns>);
-            tma_load_2d(shared_[which].h[at.slot], &maps_.h, ready, h_column(group.column + i32(part * kPart)), group.row,
-                        kEvictFirst);
+            barrier_arrive_expect(&slots.ready[at.slot], kBoxBytes<kHColumns>);
+            tma_load_2d(shared_[which].h[at.slot], map_, &slots.ready[at.slot], h_column(group.column + i32(part * kPart)),
+                        group.row, kEvictFirst);
         }
         __syncwarp();
         at.advance();
     }
 
-    __device__ __forceinline__ void store(u32 which, u32 part, const GroupRows& group) {
-        RingPosition<kHSlots>& at = stored_[which];
-        barrier_wait(&slots_[which].filled[at.slot], at.round_parity, Role::kWriter, at.slot, p_.status);
-        store_box<kHColumns>(shared_address(shared_[which].h[at.slot]), dh_, group.row, group.rows,
-                             h_column(group.column + i32(part * kPart)));
-        if (elect_lane()) store_commit();
-        __syncwarp();
-        at.advance();
-    }
-
-    const GroupedGemmMaps& maps_;
-    const GroupedGemmParams& p_;
-    BoxTarget dh_;
+    const TensorMap* map_;
+    i32 columns_;
+    u32* status_;
     DownBackwardShared* shared_;
-    SlotBarriers<kHSlots>* slots_;
-    RingPosition<kHSlots> loaded_[2];
-    RingPosition<kHSlots> stored_[2];
+    Slots* slots_;
+    RingPosition<kHSlots> at_[2];
 };
 
-// 32 columns of G at a time: H from its slot, dH back into it, A′ through a box that the writer does not touch.
+// 32 columns of G at a time. A lane holds gate and up of two neighbouring columns, 8 bytes of dH, and four
+// lanes a whole 32-byte sector: dH and A′ go to memory without a stop in shared memory.
 class DownBackwardEpilogue {
   public:
     static constexpr Rows kRows = kGated ? Rows::kGatheredEvenOdd : Rows::kGathered;
     static constexpr u32 kHBoxColumns = kHColumns;
-    static constexpr u32 kOutBoxColumns = kHColumns;
+    static constexpr u32 kOutBoxColumns = 0;
     static constexpr u32 kActivationBoxColumns = 0;
-    static constexpr u32 kSlots = kHSlots;
     using Shared = DownBackwardShared;
+    using Slots = SlotBarriers<kHSlots>;
     using Writer = DownBackwardWriter;
 
-    __device__ __forceinline__ DownBackwardEpilogue(const GroupedGemmParams& p, Shared& shared, SlotBarriers<kHSlots>& slots)
+    __device__ __forceinline__ DownBackwardEpilogue(const GroupedGemmParams& p, Shared& shared, Slots& slots)
         : p_(p), slots_(slots, p.status), shared_(shared), upper_(row_of_line<kRows>(lane_index() / 4)) {}
 
     template <u32 kCount>
@@ -139,29 +110,28 @@ class DownBackwardEpilogue {
         i64 row = group.row + warp_row;
         i32 rows = group.rows - warp_row;
         i32 upper = i32(upper_), lower = upper + 8;
+        RowOutputs to_upper = outputs(row + upper, upper < rows, group.column);
+        RowOutputs to_lower = outputs(row + lower, lower < rows, group.column);
         f32 score_upper = upper < rows ? __ldg(p_.scores + row + upper) : 0.0f;
         f32 score_lower = lower < rows ? __ldg(p_.scores + row + lower) : 0.0f;
         f32 ds_upper = 0.0f, ds_lower = 0.0f;
         u32 parts = parts_of(group.column, p_.n);
-        u32 a_rows = rows_of_this_warp<kPart>(shared_address(shared_.a));
 #pragma unroll
         for (u32 part = 0; part < kCount / 16; ++part) {
             if (part >= parts) break;
-            u32 h_rows = rows_of_this_warp<kHColumns>(shared_address(shared_.h[slots_.acquire()]));
-            const f32* g = acc + part * 16;
             HFragment h, dh;
+            read_h(rows_of_this_warp<kHColumns>(shared_address(shared_.h[slots_.acquire()])), h);
+            slots_.hand_back();
+            const f32* g = acc + part * 16;
             u32 a_pairs[8];
-            read_h(h_rows, h);
 #pragma unroll
             for (u32 j = 0; j < 4; ++j) {
                 a_pairs[2 * j] = backward_pair(h, dh, 2 * j, g[4 * j], g[4 * j + 1], score_upper, ds_upper);
                 a_pairs[2 * j + 1] = backward_pair(h, dh, 2 * j + 1, g[4 * j + 2], g[4 * j + 3], score_lower, ds_lower);
             }
-            write_dh(h_rows, dh);
-            write_rows<kPart>(a_rows, a_pairs, row_of_line<kRows>(lane_index() % 16));
-            slots_.publish();
-            store_rows<kPart, 16>(a_rows, p_.activation, p_.n, i32(row), rows, group.column + i32(part * kPart));
-            __syncwarp();
+            i32 columns = p_.n - group.column - i32(part * kPart);
+            store_part<0>(to_upper, part, columns, dh, a_pairs);
+            store_part<1>(to_lower, part, columns, dh, a_pairs);
         }
         store_ds(row, rows, group.column, upper, ds_upper);
         store_ds(row, rows, group.column, lower, ds_lower);
@@ -173,6 +143,51 @@ class DownBackwardEpilogue {
     struct HFragment {
         u32 pairs[8][kGated ? 2 : 1];
     };
+
+    // Where this lane's columns of one row go.
+    struct RowOutputs {
+        bf16* dh;
+        bf16* a;
+        bool exists;
+    };
+
+    __device__ __forceinline__ RowOutputs outputs(i64 row, bool exists, i32 column) const {
+        u32 quad = lane_index() % 4;
+        // Of every 16 columns of A′ even lanes store two pairs of the first eight, odd lanes of the last.
+        u32 a_column = quad % 2 == 0 ? 2 * quad : 8 + 2 * (quad - 1);
+        return {p_.out + row * h_column(p_.n) + h_column(column) + (kGated ? 4 : 2) * quad,
+                p_.activation + row * p_.n + column + a_column, exists};
+    }
+
+    // kHalf 0: the rows l/4, 1: eight further down. `columns` of G are left from this part on.
+    template <u32 kHalf>
+    __device__ __forceinline__ void store_part(const RowOutputs& to, u32 part, i32 columns, const HFragment& dh,
+                                               const u32 (&a_pairs)[8]) const {
+        bool odd = lane_index() % 2 != 0;
+#pragma unroll
+        for (u32 j = 0; j < 4; ++j) {
+            const u32* pairs = dh.pairs[2 * j + kHalf];
+            if (to.exists && i32(8 * j) < columns) store_pairs(to.dh + part * kHColumns + j * (kHColumns / 4), pairs);
+        }
+#pragma unroll
+        for (u32 j = 0; j < 4; j += 2) {
+            u32 first = a_pairs[2 * j + kHalf], second = a_pairs[2 * j + 2 + kHalf];
+            u32 other = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
+            u32 pairs[2] = {odd ? other : first, odd ? second : other};
+            if (to.exists && i32(8 * j + 8 * odd) < columns) {
+                asm volatile("st.global.L1::no_allocate.v2.u32 [%0], {%1, %2};"
+                             ::"l"(to.a + part * kPart + j * 8), "r"(pairs[0]), "r"(pairs[1]) : "memory");
+            }
+        }
+    }
+
+    static __device__ __forceinline__ void store_pairs(bf16* target, const u32* pairs) {
+        if constexpr (kGated) {
+            asm volatile("st.global.L1::no_allocate.v2.u32 [%0], {%1, %2};" ::"l"(target), "r"(pairs[0]), "r"(pairs[1]) : "memory");
+        } else {
+            asm volatile("st.global.L1::no_allocate.u32 [%0], %1;" ::"l"(target), "r"(pairs[0]) : "memory");
+        }
+    }
 
     __device__ __forceinline__ u32 h_address(u32 box, u32 entry) const {
         u32 quad = lane_index() % 4, row = upper_ + entry % 2 * 8, j = entry / 2;
@@ -188,18 +203,6 @@ class DownBackwardEpilogue {
                              : "=r"(h.pairs[i][0]), "=r"(h.pairs[i][1]) : "r"(h_address(box, i)) : "memory");
             } else {
                 asm volatile("ld.shared.u32 %0, [%1];" : "=r"(h.pairs[i][0]) : "r"(h_address(box, i)) : "memory");
-            }
-        }
-    }
-
-    __device__ __forceinline__ void write_dh(u32 box, const HFragment& dh) const {
-#pragma unroll
-        for (u32 i = 0; i < 8; ++i) {
-            if constexpr (kGated) {
-                asm volatile("st.shared.v2.u32 [%0], {%1, %2};"
-                             ::"r"(h_address(box, i)), "r"(dh.pairs[i][0]), "r"(dh.pairs[i][1]) : "memory");
-            } else {
-                store_shared_4(h_address(box, i), dh.pairs[i][0]);
             }
         }
     }

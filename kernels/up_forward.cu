@@ -8,8 +8,8 @@
 //   p.n = 2n or n, p.k = d
 #include "activation.cuh"
 #include "sm90/grouped_gemm.cuh"
-#include "sm90/box_writer.cuh"
 #include "sm90/row_box.cuh"
+#include "sm90/slot_ring.cuh"
 #include "sm90/store_epilogue.cuh"
 
 #ifndef SONIC_BIAS
@@ -19,7 +19,7 @@
 #define SONIC_TILE_N 256
 #endif
 #ifndef SONIC_STAGES
-#define SONIC_STAGES 3
+#define SONIC_STAGES 4
 #endif
 #ifndef SONIC_CLUSTER
 #define SONIC_CLUSTER 1
@@ -36,21 +36,27 @@ class UpForwardEpilogue {
     static constexpr u32 kHBoxColumns = 0;
     static constexpr u32 kOutBoxColumns = 64;
     static constexpr u32 kActivationBoxColumns = 32;
-    // A slot: 64 rows, 64 columns of h and their 32 columns of a, or 64 without a gate.
-    static constexpr u32 kActivationBoxes = kGated ? 1 : 2;
-    static constexpr u32 kSlots = kGated ? 3 : 2;
+    // 64 rows at a time: 64 columns of h, then the 32 columns of a that come from them, or 64 without a
+    // gate. h leaves while a is computed.
+    static constexpr u32 kABoxes = kGated ? 1 : 2;
+    static constexpr u32 kASlots = kGated ? 2 : 1;
 
-    struct Slot {
-        u8 h[kBoxBytes<64>];
-        u8 a[kActivationBoxes][kBoxBytes<32>];
-    };
     struct alignas(1024) Shared {
-        Slot slot[kSlots];
+        u8 h[kBoxBytes<64>];
+        u8 a[kASlots][kABoxes][kBoxBytes<32>];
     };
-    static_assert(sizeof(Slot) % 1024 == 0, "boxes keep the alignment of their swizzle");
+    struct Slots {
+        SlotBarriers<1> h;
+        SlotBarriers<kASlots> a;
 
-    __device__ __forceinline__ UpForwardEpilogue(const GroupedGemmParams& p, Shared& shared, SlotBarriers<kSlots>& slots)
-        : p_(p), slots_(slots, p.status), shared_(shared) {}
+        __device__ __forceinline__ void init() {
+            h.init();
+            a.init();
+        }
+    };
+
+    __device__ __forceinline__ UpForwardEpilogue(const GroupedGemmParams& p, Shared& shared, Slots& slots)
+        : p_(p), h_slots_(slots.h, p.status), a_slots_(slots.a, p.status), shared_(shared) {}
 
     template <u32 kCount>
     __device__ __forceinline__ void finish(f32 (&acc)[kCount], const GroupRows& group) {
@@ -60,38 +66,61 @@ class UpForwardEpilogue {
             if (column >= p_.n) break;
             f32* values = acc + part * 32;
             if constexpr (SONIC_BIAS) add_bias(values, p_, group.expert, column);
-            Slot& slot = shared_.slot[slots_.acquire()];
-            round_into_box<64>(shared_address(slot.h), values);
-            activate_into_box(shared_address(slot.a), values);
-            slots_.publish();
+            h_slots_.acquire();
+            round_into_box<64>(shared_address(shared_.h), values);
+            h_slots_.publish();
+            activate_into_box(shared_address(shared_.a[a_slots_.acquire()]), values);
+            a_slots_.publish();
         }
     }
 
-    // What the writer does with a slot.
-    struct Target {
-        BoxTarget h;
-        BoxTarget a;
+    class Writer {
+      public:
+        __device__ __forceinline__ Writer(const GroupedGemmMaps& maps, const GroupedGemmParams& p, Shared* shared, Slots* slots)
+            : h_{&maps.out, p.out, p.n},
+              a_{&maps.activation, p.activation, kGated ? p.n / 2 : p.n},
+              shared_(shared),
+              h_slots_{{slots[0].h, p.status}, {slots[1].h, p.status}},
+              a_slots_{{slots[0].a, p.status}, {slots[1].a, p.status}} {}
 
-        __device__ __forceinline__ Target(const GroupedGemmMaps& maps, const GroupedGemmParams& p)
-            : h{&maps.out, p.out, p.n}, a{&maps.activation, p.activation, kGated ? p.n / 2 : p.n} {}
-
-        __device__ __forceinline__ u32 turns(i32 column) const {
-            return min_of(ceil_div(u32(h.stride - column), 64u), u32(SONIC_TILE_N / 64));
-        }
-
-        __device__ __forceinline__ void store(const Shared& shared, u32 index, u32 turn, const GroupRows& group) const {
-            const Slot& slot = shared.slot[index];
-            i32 column = group.column + i32(turn * 64);
-            store_box<64>(shared_address(slot.h), h, group.row, group.rows, column);
-            if constexpr (kGated) {
-                store_box<32>(shared_address(slot.a[0]), a, group.row, group.rows, column / 2);
-            } else {
-                store_box<32>(shared_address(slot.a[0]), a, group.row, group.rows, column);
-                if (column + 32 < a.stride) store_box<32>(shared_address(slot.a[1]), a, group.row, group.rows, column + 32);
+        __device__ __forceinline__ void write(const GroupRows& first, const GroupRows& second) {
+            if (first.rows <= 0) return;
+            bool both = second.rows > 0;
+            i32 end = min_of(first.column + i32(SONIC_TILE_N), h_.stride);
+            for (i32 column = first.column; column < end; column += 64) {
+                write_h(0, first, column);
+                if (both) write_h(1, second, column);
+                write_a(0, first, column);
+                if (both) write_a(1, second, column);
             }
+            release_.flush();
         }
+
+      private:
+        __device__ __forceinline__ void write_h(u32 which, const GroupRows& group, i32 column) {
+            h_slots_[which].wait_filled();
+            store_box<64>(shared_address(shared_[which].h), h_, group.row, group.rows, column);
+            release_.after_read(h_slots_[which].pass());
+        }
+
+        __device__ __forceinline__ void write_a(u32 which, const GroupRows& group, i32 column) {
+            a_slots_[which].wait_filled();
+            auto& boxes = shared_[which].a[a_slots_[which].slot()];
+            i32 a_column = kGated ? column / 2 : column;
+            store_box<32>(shared_address(boxes[0]), a_, group.row, group.rows, a_column);
+            if (kABoxes == 2 && a_column + 32 < a_.stride) {
+                store_box<32>(shared_address(boxes[kABoxes - 1]), a_, group.row, group.rows, a_column + 32);
+            }
+            release_.after_read(a_slots_[which].pass());
+        }
+
+        BoxTarget h_;
+        BoxTarget a_;
+        Shared* shared_;
+        SlotServer<1> h_slots_[2];
+        SlotServer<kASlots> a_slots_[2];
+        DeferredRelease release_;
     };
-    using Writer = BoxWriter<Shared, Target, kSlots>;
 
   private:
     __device__ __forceinline__ void activate_into_box(u32 box, const f32* values) const {
@@ -128,7 +157,8 @@ class UpForwardEpilogue {
     }
 
     const GroupedGemmParams& p_;
-    SlotUser<kSlots, false> slots_;
+    SlotUser<1, false> h_slots_;
+    SlotUser<kASlots, false> a_slots_;
     Shared& shared_;
 };
 

@@ -57,13 +57,13 @@ struct GemmConfig {
     static_assert(kTileN % (64 * kCluster) == 0 && kTileN <= 256, "the B tile splits into 64-wide boxes");
 };
 
-// An epilogue declares `struct alignas(1024) Shared`, the shared memory of one consumer warpgroup, and
-// kSlots, the slots in which that group hands rows to the writer.
+// An epilogue declares `Shared`, 1024-byte aligned, the shared memory of one consumer warpgroup, and
+// `Slots`, the barriers of the slots in it that pass between that group and the writer.
 template <class Config, class Epilogue>
 struct GemmShared {
     alignas(1024) u8 stage[Config::kStages][Config::kStageBytes];
     typename Epilogue::Shared epilogue[kConsumerGroups];
-    SlotBarriers<Epilogue::kSlots> slots[kConsumerGroups];
+    typename Epilogue::Slots slots[kConsumerGroups];
     u64 full[Config::kStages];
     u64 empty[Config::kStages];
     TileRing ring;

@@ -46,10 +46,71 @@ class SlotUser {
         at_.advance();
     }
 
+    // As publish where the slot was only read.
+    __device__ __forceinline__ void hand_back() {
+        __syncwarp();
+        if (elect_lane()) barrier_arrive(&barriers_.filled[at_.slot]);
+        at_.advance();
+    }
+
   private:
     SlotBarriers<kSlots>& barriers_;
     u32* status_;
     RingPosition<kSlots> at_;
+};
+
+// The writer's side of one group's slots. Every call by the converged warp.
+template <u32 kSlots>
+class SlotServer {
+  public:
+    __device__ __forceinline__ SlotServer(SlotBarriers<kSlots>& barriers, u32* status) : barriers_(barriers), status_(status) {}
+
+    __device__ __forceinline__ u32 slot() const { return at_.slot; }
+
+    __device__ __forceinline__ void wait_filled() {
+        barrier_wait(&barriers_.filled[at_.slot], at_.round_parity, Role::kWriter, at_.slot, status_);
+    }
+
+    // Goes on to the next slot; returns the barrier that gives the current one back.
+    __device__ __forceinline__ u64* pass() {
+        u64* ready = &barriers_.ready[at_.slot];
+        at_.advance();
+        return ready;
+    }
+
+  private:
+    SlotBarriers<kSlots>& barriers_;
+    u32* status_;
+    RingPosition<kSlots> at_;
+};
+
+// Gives each slot back once TMA has read it, one store later, so that the writer need not wait for it.
+class DeferredRelease {
+  public:
+    // Commits the stores issued since the last call; `ready` follows when they have been read.
+    __device__ __forceinline__ void after_read(u64* ready) {
+        if (elect_lane()) {
+            store_commit();
+            if (pending_ != nullptr) {
+                store_wait_read<1>();
+                barrier_arrive(pending_);
+            }
+        }
+        __syncwarp();
+        pending_ = ready;
+    }
+
+    __device__ __forceinline__ void flush() {
+        if (pending_ != nullptr && elect_lane()) {
+            store_wait_read<0>();
+            barrier_arrive(pending_);
+        }
+        __syncwarp();
+        pending_ = nullptr;
+    }
+
+  private:
+    u64* pending_ = nullptr;
 };
 
 }  // namespace sonic

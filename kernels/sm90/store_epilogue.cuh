@@ -1,6 +1,5 @@
 // The epilogue of a plain product: add the expert's bias in f32 if there is one, round once, store.
 #pragma once
-#include "sm90/box_writer.cuh"
 #include "sm90/grouped_gemm.cuh"
 #include "sm90/launch.cuh"
 #include "sm90/row_box.cuh"
@@ -39,13 +38,13 @@ class StoreEpilogue {
     static constexpr u32 kActivationBoxColumns = 0;
     static constexpr u32 kParts = kTileN / 64;
     // One slot: the whole tile.
-    static constexpr u32 kSlots = 1;
+    using Slots = SlotBarriers<1>;
 
     struct alignas(1024) Shared {
         u8 box[kParts][kBoxBytes<64>];
     };
 
-    __device__ __forceinline__ StoreEpilogue(const GroupedGemmParams& p, Shared& shared, SlotBarriers<kSlots>& slots)
+    __device__ __forceinline__ StoreEpilogue(const GroupedGemmParams& p, Shared& shared, Slots& slots)
         : p_(p), slots_(slots, p.status), boxes_(shared_address(shared.box)) {}
 
     __device__ __forceinline__ void finish(f32 (&acc)[kTileN / 2], const GroupRows& group) {
@@ -60,27 +59,39 @@ class StoreEpilogue {
         slots_.publish();
     }
 
-    // What the writer does with a slot.
-    struct Target {
-        BoxTarget out;
+    class Writer {
+      public:
+        __device__ __forceinline__ Writer(const GroupedGemmMaps& maps, const GroupedGemmParams& p, Shared* shared, Slots* slots)
+            : out_{&maps.out, p.out, p.n}, shared_(shared), slots_{{slots[0], p.status}, {slots[1], p.status}} {}
 
-        __device__ __forceinline__ Target(const GroupedGemmMaps& maps, const GroupedGemmParams& p) : out{&maps.out, p.out, p.n} {}
+        __device__ __forceinline__ void write(const GroupRows& first, const GroupRows& second) {
+            write_group(0, first);
+            write_group(1, second);
+            release_.flush();
+        }
 
-        __device__ __forceinline__ u32 turns(i32) const { return 1; }
-
-        __device__ __forceinline__ void store(const Shared& shared, u32, u32, const GroupRows& group) const {
+      private:
+        __device__ __forceinline__ void write_group(u32 which, const GroupRows& group) {
+            if (group.rows <= 0) return;
+            slots_[which].wait_filled();
 #pragma unroll
             for (u32 part = 0; part < kParts; ++part) {
                 i32 column = group.column + i32(part * 64);
-                if (column < out.stride) store_box<64>(shared_address(shared.box[part]), out, group.row, group.rows, column);
+                u32 box = shared_address(shared_[which].box[part]);
+                if (column < out_.stride) store_box<64>(box, out_, group.row, group.rows, column);
             }
+            release_.after_read(slots_[which].pass());
         }
+
+        BoxTarget out_;
+        Shared* shared_;
+        SlotServer<1> slots_[2];
+        DeferredRelease release_;
     };
-    using Writer = BoxWriter<Shared, Target, kSlots>;
 
   private:
     const GroupedGemmParams& p_;
-    SlotUser<kSlots, false> slots_;
+    SlotUser<1, false> slots_;
     u32 boxes_;
 };
 

@@ -128,8 +128,9 @@ impl Engine<bf16> for GpuEngine {
 
 /// σ = 1/(1 + 2^(−x·log₂e)) from ex2.approx (2 ulps) and rcp.approx (1 ulp): the exponent, up to 126,
 /// carries a rounding and log₂e's own error, so up to 2·ln 2·126 = 175 units of 2⁻²⁴. In the GELU of
-/// tanh the exponent is a polynomial of five roundings: 5·ln 2·126 = 437. erfcf errs by 4 ulps, and its
-/// argument x/√2 ≤ 9.3 by two units, which move erfc by 2·2·9.3² = 346. A hundredth of a bf16 ulp.
+/// tanh the exponent is a polynomial of five roundings: 5·ln 2·126 = 437. In the GELU of erf it is
+/// x²·log₂e/2 with three, 3·ln 2·126 = 262, times a polynomial with an error of a few units. All of it
+/// is a hundredth of a bf16 ulp.
 const FUNCTION_ULPS: f64 = 512.0;
 
 /// What stays from forward to backward: x and h, and who went where.

@@ -22,7 +22,6 @@ pub const HEADERS: &[Source] = &[
     source!("column_sum.cuh"),
     source!("combine.cuh"),
     source!("sm90/barrier.cuh"),
-    source!("sm90/box_writer.cuh"),
     source!("sm90/copy.cuh"),
     source!("sm90/gemm_config.cuh"),
     source!("sm90/grouped_gemm.cuh"),
