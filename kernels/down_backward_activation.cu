@@ -121,7 +121,6 @@ class DownBackwardEpilogue {
             if (part >= parts) break;
             HFragment h, dh;
             read_h(rows_of_this_warp<kHColumns>(shared_address(shared_.h[slots_.acquire()])), h);
-            slots_.hand_back();
             const f32* g = acc + part * 16;
             u32 a_pairs[8];
 #pragma unroll
@@ -131,6 +130,7 @@ class DownBackwardEpilogue {
             }
             i32 columns = p_.n - group.column - i32(part * kPart);
             store_part<0>(to_upper, part, columns, dh, a_pairs);
+            slots_.publish();
             store_part<1>(to_lower, part, columns, dh, a_pairs);
         }
         store_ds(row, rows, group.column, upper, ds_upper);

@@ -38,16 +38,11 @@ class SlotUser {
         return at_.slot;
     }
 
-    // Hands the slot over; what every lane wrote is visible to TMA and to the writer's lanes.
+    // Hands the slot over: what every lane wrote is visible to TMA and to the writer's lanes, and what it
+    // read has arrived. The fence is needed where the slot was only read, too: a bare arrival overtook
+    // the warp's ld.shared, and TMA overwrote the slot under them.
     __device__ __forceinline__ void publish() {
         fence_async_shared();
-        __syncwarp();
-        if (elect_lane()) barrier_arrive(&barriers_.filled[at_.slot]);
-        at_.advance();
-    }
-
-    // As publish where the slot was only read.
-    __device__ __forceinline__ void hand_back() {
         __syncwarp();
         if (elect_lane()) barrier_arrive(&barriers_.filled[at_.slot]);
         at_.advance();

@@ -107,6 +107,8 @@ struct TileRing {
     __device__ __forceinline__ Tile read(RingPosition<kTileRing>& at, u32* status) {
         barrier_wait(&full[at.slot], at.round_parity, Role::kTileReader, at.slot, status);
         Tile tile = tiles[at.slot];
+        // The read has to arrive before the slot may be published again.
+        __threadfence_block();
         __syncwarp();
         if (lane_index() == 0) barrier_arrive(&empty[at.slot]);
         at.advance();
