@@ -28,6 +28,8 @@
 #define SONIC_BAND 16
 #endif
 
+static_assert(SONIC_TILE_N >= 128, "the epilogue spills at 64 columns");
+
 namespace sonic {
 
 constexpr bool kGated = kActivationIsGated<SONIC_ACTIVATION>;

@@ -13,7 +13,7 @@
 //!
 //! # What is proved, and by what
 //!
-//! 1. **The closed form is the gradient.** [`reference`] differentiates the plain layer with a tape
+//! 1. **The closed form is the gradient.** [`mod@reference`] differentiates the plain layer with a tape
 //!    that knows nothing but primitives; central differences confirm it. [`sonic::cpu`] computes the
 //!    closed form. In f64 both agree to roundoff on every problem that is drawn
 //!    ([`verify::agreement`]).
@@ -37,7 +37,7 @@
 //! * [`problem`], [`shape`], [`activation`], [`layout`], [`element`]: the vocabulary. Shapes are
 //!   checked once, in [`Problem::new`].
 //! * [`routing`]: top-K, score conventions, given routing, metadata, token rounding.
-//! * [`reference`] and [`sonic`]: two implementations that share no arithmetic. A kernel of the paper
+//! * [`mod@reference`] and [`sonic`]: two implementations that share no arithmetic. A kernel of the paper
 //!   has the same name in `sonic::cpu`, in `sonic::gpu` and in the folder `kernels`.
 //! * [`oracle`]: judges; imports no engine. [`case`] draws problems, [`verify`] feeds them to an
 //!   engine and its results to the oracles, [`dump`] reads runs of other implementations.

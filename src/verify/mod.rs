@@ -7,7 +7,7 @@
 //! ```
 //!
 //! [`examine`] judges one engine on one problem and is what any other engine (a GPU, one's own)
-//! is fed to; [`campaign`] draws the problems and adds the findings up, claim by claim.
+//! is fed to; [`campaign()`] draws the problems and adds the findings up, claim by claim.
 
 mod agreement;
 mod claim;

@@ -214,7 +214,7 @@ fn whole_numbers_come_out_exactly_across_blocks_and_tails() {
     let mut digit = |every: u64| {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let draw = state >> 33;
-        if draw % every != 0 { 0.0 } else { [1.0, -1.0][(draw / every) as usize % 2] }
+        if draw.is_multiple_of(every) { [1.0, -1.0][(draw / every) as usize % 2] } else { 0.0 }
     };
     let x = Array2::from_shape_simple_fn((routing.tokens(), d), || digit(8));
     let w1 = Array3::from_shape_simple_fn((3, 2 * n, d), || digit(8));

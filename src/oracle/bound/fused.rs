@@ -62,14 +62,14 @@ pub(crate) fn down_backward_activation(model: &Model<'_, '_>, h: &Balls2, scores
         let mut dh = Balls2::zeros(rows.len(), problem.h_width());
         let mut a_prime = Balls2::zeros(rows.len(), problem.n());
         let mut ds = Balls2::zeros(rows.len(), 1);
-        for row in 0..rows.len() {
+        for (row, &score) in s.iter().enumerate() {
             let mut factors = Vec::with_capacity(problem.n());
             for unit in 0..problem.n() {
                 let g = g.at(row, unit);
                 let a = model.activation(&h, row, unit);
                 factors.push((g, a));
-                a_prime.set(row, unit, store(arithmetic.multiply(s[row], a)));
-                model.activation_backward(&h, row, unit, arithmetic.multiply(s[row], g), |column, gradient| {
+                a_prime.set(row, unit, store(arithmetic.multiply(score, a)));
+                model.activation_backward(&h, row, unit, arithmetic.multiply(score, g), |column, gradient| {
                     dh.set(row, column, store(gradient));
                 });
             }
