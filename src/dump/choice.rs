@@ -359,9 +359,10 @@ mod tests {
     fn only_experts_within_the_error_of_the_boundary_are_open() {
         assert_eq!(sets([4.0, 1.0, 3.0, 2.0], 0.0, 2), [[0, 2]]);
         assert_eq!(sets([4.0, 1.0, 2.0, 2.0], 0.0, 2), [[0, 2], [0, 3]]);
-        assert_eq!(sets([4.0, 1.9, 2.0, 2.1], 0.05, 2), [[0, 3], [0, 2]]);
-        // 1.9 may be above 2.1 only if 2.0 is too: both cannot be left behind it.
-        assert_eq!(sets([4.0, 1.9, 2.0, 2.1], 0.1, 2), [[0, 3], [0, 2], [0, 1]]);
+        // Eighths and sixteenths are exact, so that intervals touch where they seem to.
+        assert_eq!(sets([4.0, 1.875, 2.0, 2.125], 0.0625, 2), [[0, 3], [0, 2]]);
+        // 1.875 may be level with 2.125 only if 2.0 is too.
+        assert_eq!(sets([4.0, 1.875, 2.0, 2.125], 0.125, 2), [[0, 3], [0, 2], [0, 1]]);
         assert_eq!(sets([1.0; 4], 0.0, 4), [[0, 1, 2, 3]]);
     }
 

@@ -75,8 +75,13 @@ pub(crate) fn dlogits(
             dlogits.set(token.index(), expert, arithmetic.round(&arithmetic.router, ball));
         };
         match router.convention {
-            // One chosen expert has the score 1 whatever its logit: s(g − g·s) is exactly 0.
-            Convention::SoftmaxOverTopK if pairs.len() == 1 => {}
+            // One chosen expert has the score 1 whatever its logit: s(g − g·s) is exactly 0, unless g
+            // may have overflowed: ∞ − ∞ is NaN in every engine.
+            Convention::SoftmaxOverTopK if pairs.len() == 1 => {
+                if !g[0].magnitude().is_finite() {
+                    set(model.expert_of_pair(pairs[0]), Ball { mid: 0.0, rad: f64::INFINITY });
+                }
+            }
             Convention::SoftmaxOverTopK => {
                 for (&pair, ball) in pairs.iter().zip(softmax_backward(arithmetic, &s, &g)) {
                     set(model.expert_of_pair(pair), ball);

@@ -206,7 +206,8 @@ fn a_router_in_the_tensors_type_leaves_six_deviations_of_one_in_f32() {
     let (problem, routing) = problem_of(&case, &fused, UNIT);
     let limits = statistic::layer(&problem, &routing, &fused).unwrap();
     let results = naive(&problem, &routing, Numerics { router: RouterRounding::TensorType, ..fused }, 3);
-    for output in [Output::Logits, Output::Scores, Output::Dlogits] {
+    // dlogits inherit the errors of ds, which hide their own rounding at this size.
+    for output in [Output::Logits, Output::Scores] {
         let judgement = judge(output, &results[&output], &limits[&output]).unwrap();
         assert!(!judgement.passes(), "{output} of a router in bf16: {judgement}");
     }
