@@ -1,5 +1,6 @@
 //! The command line.
 
+pub mod bench;
 pub mod check;
 mod console;
 pub mod doctor;
@@ -31,6 +32,7 @@ Examples:
   sonicmoe verify                                 does SonicMoE compute what plain autograd computes?
   sonicmoe check run.safetensors                  is this run of somebody's MoE layer right?
   sonicmoe memory --shape 24576,1536,256,128,8    what does a layer keep for its backward?
+  sonicmoe bench                                  how fast is the layer on this machine's CPU?
   sonicmoe doctor                                 what can this machine run?
 
 Exit codes: 0 pass, 1 a number is wrong, 2 bad input, 3 a check could not have failed, 4 something
@@ -41,6 +43,7 @@ enum Command {
     Verify(verify::VerifyArgs),
     Check(check::CheckArgs),
     Memory(memory::MemoryArgs),
+    Bench(bench::BenchArgs),
     /// Says what this machine allows: driver, device, NVRTC, cuBLAS
     Doctor(doctor::Doctor),
 }
@@ -63,6 +66,9 @@ fn run(command: &Command, console: &Console, out: &mut dyn Write) -> Verdict {
         Command::Verify(args) => verify::verify(args),
         Command::Check(args) => check::check(args, console, out),
         Command::Memory(args) => written(out.write_all(memory::memory(args).as_bytes())).map(|()| Verdict::Pass),
+        Command::Bench(args) => {
+            bench::bench(args).and_then(|text| written(out.write_all(text.as_bytes()))).map(|()| Verdict::Pass)
+        }
         Command::Doctor(args) => args.run(out).map(|()| Verdict::Pass),
     };
     verdict.unwrap_or_else(|error| {
