@@ -11,7 +11,9 @@ use sonicmoe::case::{Case, Load, Pairing};
 use sonicmoe::engine::{Output, Results};
 use sonicmoe::routing::Routing;
 use sonicmoe::sonic::cpu::CpuEngine;
-use sonicmoe::{Activation, Biases, Convention, Element, ExpertId, Gating, Gelu, Problem, Real, Record, TokenId, run};
+use sonicmoe::{
+    Activation, Biases, Convention, Element, Engine, ExpertId, Gating, Gelu, Problem, Real, Record, TokenId, run,
+};
 
 fn case(shape: &str) -> Case {
     Case::new(shape.parse().unwrap())

@@ -3,9 +3,9 @@
 use half::{bf16, f16};
 use ndarray::{Array2, s};
 use sonicmoe::case::{Case, Load, Pairing};
-use sonicmoe::engine::{Output, Results};
+use sonicmoe::engine::Output;
 use sonicmoe::sonic::cpu::{CpuEngine, RoundingPoint, Roundings};
-use sonicmoe::{Biases, Convention, Element, Gating, Problem, Real, Record, Router, run};
+use sonicmoe::{Biases, Convention, Element, Engine, Gating, Problem, Real, Record, Router, run};
 
 use super::{assert_same_bits, case, changed, results};
 
