@@ -7,6 +7,7 @@ use std::str::FromStr;
 
 use faer::{Accum, MatMut, MatRef, Par};
 use half::slice::HalfFloatSliceExt;
+use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
 use pulp::Arch;
 
@@ -161,6 +162,22 @@ pub trait Element: Copy + Default + PartialEq + PartialOrd + fmt::Debug + Send +
         let _ = values;
         None
     }
+
+    /// [`Element::as_f32`], to write to.
+    fn as_f32_mut(values: &mut [Self]) -> Option<&mut [f32]> {
+        let _ = values;
+        None
+    }
+
+    /// [`Element::as_f64`], to write to.
+    fn as_f64_mut(values: &mut [Self]) -> Option<&mut [f64]> {
+        let _ = values;
+        None
+    }
+
+    /// +0, `length` times, from the allocator's zeroed memory where it has such: pages are then
+    /// first touched by whoever writes them.
+    fn zeros(length: usize) -> Vec<Self>;
 }
 
 /// A type that sums are kept in: f32 or f64.
@@ -181,6 +198,9 @@ pub trait Real:
 
     /// The same slice, if the storage type is this type: widening would change nothing.
     fn of_stored<S: Element>(values: &[S]) -> Option<&[Self]>;
+
+    /// [`Real::of_stored`], to write to.
+    fn of_stored_mut<S: Element>(values: &mut [S]) -> Option<&mut [Self]>;
 
     /// `product` = `left` · `right`, or += with [`Accum::Add`], by one thread, with sums kept in
     /// this type.
@@ -213,6 +233,14 @@ impl Element for f64 {
     fn as_f64(values: &[Self]) -> Option<&[f64]> {
         Some(values)
     }
+
+    fn as_f64_mut(values: &mut [Self]) -> Option<&mut [f64]> {
+        Some(values)
+    }
+
+    fn zeros(length: usize) -> Vec<Self> {
+        vec![0.0; length]
+    }
 }
 
 impl Element for f32 {
@@ -238,6 +266,14 @@ impl Element for f32 {
     fn as_f32(values: &[Self]) -> Option<&[f32]> {
         Some(values)
     }
+
+    fn as_f32_mut(values: &mut [Self]) -> Option<&mut [f32]> {
+        Some(values)
+    }
+
+    fn zeros(length: usize) -> Vec<Self> {
+        vec![0.0; length]
+    }
 }
 
 macro_rules! half_element {
@@ -262,6 +298,10 @@ macro_rules! half_element {
 
             fn from_f32(value: f32) -> Self {
                 $half::from_f32(value)
+            }
+
+            fn zeros(length: usize) -> Vec<Self> {
+                vec![0u16; length].reinterpret_into()
             }
 
             $($slices)*
@@ -304,6 +344,10 @@ impl Real for f64 {
         S::as_f64(values)
     }
 
+    fn of_stored_mut<S: Element>(values: &mut [S]) -> Option<&mut [Self]> {
+        S::as_f64_mut(values)
+    }
+
     fn multiply(product: MatMut<'_, Self>, accumulate: Accum, left: MatRef<'_, Self>, right: MatRef<'_, Self>) {
         faer::linalg::matmul::matmul(product, accumulate, left, right, 1.0, Par::Seq);
     }
@@ -328,6 +372,10 @@ impl Real for f32 {
 
     fn of_stored<S: Element>(values: &[S]) -> Option<&[Self]> {
         S::as_f32(values)
+    }
+
+    fn of_stored_mut<S: Element>(values: &mut [S]) -> Option<&mut [Self]> {
+        S::as_f32_mut(values)
     }
 
     fn multiply(product: MatMut<'_, Self>, accumulate: Accum, left: MatRef<'_, Self>, right: MatRef<'_, Self>) {

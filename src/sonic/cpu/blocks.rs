@@ -6,15 +6,24 @@ use std::ops::Range;
 use crate::routing::Routing;
 use crate::shape::ExpertId;
 
-/// Rows of a tile at most.
-pub(super) const ROWS: usize = 256;
+/// Rows of a tile at most: the operand on the right is packed again for every block of rows.
+pub(super) const ROWS: usize = 512;
 
-/// Columns of a tile at most. Rows are gathered again for every block of columns, so wide.
-pub(super) const COLUMNS: usize = 512;
+/// Columns of a tile at most. The packed block of the operand on the right is read again for every
+/// four rows, so it has to stay in the cache beside what else is read.
+pub(super) const COLUMNS: usize = 256;
 
-/// Terms of a sum that one product takes at a time: in f32 the operands' blocks of 512 KiB and
-/// 1 MiB and the tile of 512 KiB stay within a core's 2 MiB cache.
-pub(super) const DEPTH: usize = 512;
+/// Columns at a time of what is written only to be summed over each token's rows (y, dx̃): such a
+/// slab stays small, and its memory serves the next.
+pub(super) const SLAB: usize = 256;
+
+/// Terms of a sum that one product takes at a time: in f32 blocks of 768 KiB and 384 KiB, and a
+/// tile of 512 KiB, stay within a core's 2 MiB cache.
+pub(super) const DEPTH: usize = 384;
+
+/// Bytes between the rows of a transposed left operand from which on it is copied before it is
+/// multiplied: a page for every row, and often the same cache sets, halve the product's speed.
+pub(super) const FAR: usize = 4096;
 
 /// Tokens that a combine takes at a time.
 pub(super) const TOKENS: usize = 64;
@@ -27,6 +36,27 @@ pub(super) fn blocks(total: usize, limit: usize) -> impl Iterator<Item = Range<u
     let count = total.div_ceil(limit).max(1);
     let size = total.div_ceil(count).max(1).next_multiple_of(GRANULE);
     (0..total).step_by(size).map(move |start| start..total.min(start + size))
+}
+
+/// Consecutive columns of y or dx̃: a kernel writes them, a combine sums them, and their memory is
+/// free for the next.
+#[derive(Clone, Debug)]
+pub(super) struct Slab {
+    /// All of its columns.
+    pub columns: Range<usize>,
+    /// The same in blocks.
+    pub tiles: Vec<Range<usize>>,
+}
+
+/// `0..width` in slabs, or in one where somebody wants the `whole` tensor; its blocks are the same.
+pub(super) fn slabs(width: usize, whole: bool) -> Vec<Slab> {
+    let tiles: Vec<_> = blocks(width, SLAB).collect();
+    let at_once = if whole { tiles.len().max(1) } else { 1 };
+    let slab = |tiles: &[Range<usize>]| {
+        let start = tiles.first().map_or(0, |tile| tile.start);
+        Slab { columns: start..tiles.last().map_or(start, |tile| tile.end), tiles: tiles.to_vec() }
+    };
+    tiles.chunks(at_once).map(slab).collect()
 }
 
 /// Some rows of one expert.
@@ -69,6 +99,17 @@ pub(super) fn split<V>(mut values: &mut [V], lengths: impl IntoIterator<Item = u
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn slabs_cover_every_column_once_in_the_same_blocks_as_the_whole() {
+        for width in [1, 16, 255, 256, 257, 1000, 1024] {
+            let tiles = |whole| slabs(width, whole).into_iter().flat_map(|slab| slab.tiles).collect::<Vec<_>>();
+            assert_eq!(tiles(false), tiles(true));
+            assert_eq!(slabs(width, true).len(), 1);
+            let columns = slabs(width, false).into_iter().flat_map(|slab| slab.columns);
+            assert_eq!(columns.collect::<Vec<_>>(), (0..width).collect::<Vec<_>>());
+        }
+    }
 
     #[test]
     fn blocks_cover_everything_once_and_respect_the_limit() {

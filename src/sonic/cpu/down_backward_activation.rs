@@ -6,7 +6,7 @@ use rayon::prelude::*;
 use super::activate::{activate_with_partials, differentiate};
 use super::blocks::{COLUMNS, blocks, row_blocks, split};
 use super::intermediate::Intermediate;
-use super::matmul::{Operand, Product, Scratch, reserve, tile};
+use super::matmul::{Operand, Product, Scratch, Tile, reserve};
 use super::roundings::{RoundingPoint, Roundings};
 use crate::activation::Activation;
 use crate::element::{Element, Real};
@@ -57,20 +57,22 @@ pub(super) fn down_backward_activation<S: Element, A: Real>(
         .collect();
     tasks.into_par_iter().zip(writers).with_max_len(1).for_each_init(
         || (Scratch::new(), Vec::new(), Vec::new(), Vec::new()),
-        |(scratch, h_row, a, partials), (block, ((mut dh, mut a_prime), ds))| {
+        |(scratch, buffer, a, partials), (block, ((mut dh, mut a_prime), ds))| {
             let tokens = &routing.row_token()[block.rows.clone()];
             let left = Operand::Gathered(dout, tokens);
             let right = Operand::<S, A>::Stored(w2.index_axis(Axis(0), block.expert));
             let mut sums = vec![A::zero(); tokens.len()];
             for units in blocks(n, COLUMNS) {
                 let first = units.start * per_unit;
-                let h_row = reserve(h_row, units.len() * per_unit);
+                let h_units = first..first + units.len() * per_unit;
                 let partials = reserve(partials, units.len() * per_unit);
                 let a = reserve(a, units.len());
-                let g = tile(Product::Plain, &left, &right, 0..tokens.len(), units.clone(), scratch);
+                let rows = 0..tokens.len();
+                let tile = Tile { product: Product::Plain, left: &left, right: &right, rows, columns: units.clone() };
+                let g = tile.sums(scratch);
                 for (row, g) in g.chunks_exact_mut(units.len()).enumerate() {
                     let score = scores[block.rows.start + row];
-                    h.read(block.rows.start + row, first, h_row);
+                    let h_row = h.read(block.rows.start + row, h_units.clone(), buffer);
                     activate_with_partials(activation, h_row, a, partials);
                     roundings.apply::<S, A>(RoundingPoint::RecomputedA, a);
                     roundings.apply::<S, A>(RoundingPoint::G, g);

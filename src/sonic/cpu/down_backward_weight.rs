@@ -2,7 +2,7 @@
 
 use ndarray::{Array3, ArrayView2};
 
-use super::intermediate::Intermediate;
+use super::intermediate::{Intermediate, zeros};
 use super::matmul::{Operand, contract_over_rows};
 use crate::element::{Element, Real};
 use crate::routing::Routing;
@@ -14,7 +14,7 @@ pub(super) fn down_backward_weight<S: Element, A: Real>(
     a_prime: &Intermediate<S, A>,
     routing: &Routing,
 ) -> Array3<S> {
-    let mut dw2 = Array3::from_elem((routing.experts(), dout.ncols(), a_prime.columns()), S::default());
+    let mut dw2 = zeros((routing.experts(), dout.ncols(), a_prime.columns()));
     let rows = |expert| routing.rows_of_expert(ExpertId(expert as u32));
     contract_over_rows(
         &mut dw2,

@@ -5,14 +5,15 @@ use std::marker::PhantomData;
 
 use ndarray::{Array2, ArrayView2};
 
+use super::blocks::slabs;
 use super::combine_input_gradient::combine_input_gradient;
 use super::combine_output::combine_output;
 use super::down_backward_activation::{DownBackward, down_backward_activation};
 use super::down_backward_weight::down_backward_weight;
 use super::down_bias_gradient::down_bias_gradient;
 use super::down_forward::down_forward;
-use super::intermediate::Intermediate;
-use super::roundings::Roundings;
+use super::intermediate::{Intermediate, zeros};
+use super::roundings::{RoundingPoint, Roundings};
 use super::router;
 use super::up_backward_activation::up_backward_activation;
 use super::up_backward_weight::up_backward_weight;
@@ -104,11 +105,19 @@ impl<S: Element, A: Real> Engine<S> for CpuEngine<A> {
         };
         let (h, a) =
             up_forward::<S, A>(problem.x(), problem.w1(), problem.b1(), problem.activation(), &routing, roundings);
-        let y = down_forward(&a, problem.w2(), problem.b2(), &routing, roundings);
-        let a = (record == Record::Intermediates).then_some(a);
-        let o = combine_output(&y, &scores_by_row(&routing, &scores), &routing, roundings);
-        let intermediates =
-            a.map(|a| ForwardIntermediates { h: h.clone().into_stored(), a: a.into_stored(), y: y.into_stored() });
+        let scores_by_row = scores_by_row(&routing, &scores);
+        let mut o = zeros(problem.x().raw_dim());
+        let mut y = Intermediate::zeros(0, 0, roundings.rounds(RoundingPoint::Y));
+        for slab in slabs(problem.d(), record == Record::Intermediates) {
+            y.reshape(routing.routed(), slab.columns.len());
+            down_forward(&a, problem.w2(), problem.b2(), &routing, &slab, &mut y);
+            combine_output(&y, &scores_by_row, &routing, roundings, slab.columns, &mut o);
+        }
+        let intermediates = (record == Record::Intermediates).then(|| ForwardIntermediates {
+            h: h.clone().into_stored(),
+            a: a.into_stored(),
+            y: y.into_stored(),
+        });
         let pass = CpuPass { layer: problem, roundings, x: problem.x(), h, routing, scores, logits };
         Ok(Forward { o, intermediates, pass: Box::new(pass) })
     }
@@ -166,9 +175,14 @@ impl<S: Element, A: Real> Pass<S> for CpuPass<'_, '_, S, A> {
         let DownBackward { dh, a_prime, ds } =
             down_backward_activation(dout, layer.w2(), b2, h, &scores_by_row, layer.activation(), routing, roundings);
         let dw2 = down_backward_weight(dout, &a_prime, routing);
-        let dx_expanded = up_backward_activation(&dh, layer.w1(), routing, roundings);
+        let mut dx_expanded = Intermediate::zeros(0, 0, roundings.rounds(RoundingPoint::DxExpanded));
+        let mut expert_dx = Intermediate::zeros(layer.t(), layer.d(), roundings.rounds(RoundingPoint::ExpertDx));
+        for slab in slabs(layer.d(), record == Record::Intermediates) {
+            dx_expanded.reshape(routing.routed(), slab.columns.len());
+            up_backward_activation(&dh, layer.w1(), routing, &slab, &mut dx_expanded);
+            combine_input_gradient(&dx_expanded, routing, slab.columns, &mut expert_dx);
+        }
         let dw1 = up_backward_weight(x, &dh, routing);
-        let expert_dx = combine_input_gradient(&dx_expanded, routing, roundings);
         let db1 = layer.b1().map(|_| up_bias_gradient(&dh, routing));
         let db2 = b2.map(|_| down_bias_gradient(dout, &scores_by_row, routing));
 

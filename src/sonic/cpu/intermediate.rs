@@ -2,10 +2,10 @@
 
 use std::ops::Range;
 
-use ndarray::{Array2, Axis, s};
+use ndarray::{Array, Array2, Axis, Dimension, ShapeBuilder, s};
 
 use super::blocks::{RowBlock, split};
-use super::matmul::Operand;
+use super::matmul::{Operand, Scratch, Tile, reserve};
 use crate::element::{Element, Real};
 
 /// A tensor between two kernels.
@@ -19,10 +19,17 @@ pub(in crate::sonic) enum Intermediate<S, A> {
 
 impl<S: Element, A: Real> Intermediate<S, A> {
     pub(super) fn zeros(rows: usize, columns: usize, rounded: bool) -> Self {
-        if rounded {
-            Self::Rounded(Array2::from_elem((rows, columns), S::default()))
-        } else {
-            Self::Unrounded(Array2::zeros((rows, columns)))
+        if rounded { Self::Rounded(zeros((rows, columns))) } else { Self::Unrounded(zeros((rows, columns))) }
+    }
+
+    /// Makes it rows × columns, to be written anew; memory stays where the size does.
+    pub(super) fn reshape(&mut self, rows: usize, columns: usize) {
+        let (dim, rounded) = match self {
+            Self::Rounded(values) => (values.dim(), true),
+            Self::Unrounded(values) => (values.dim(), false),
+        };
+        if dim != (rows, columns) {
+            *self = Self::zeros(rows, columns, rounded);
         }
     }
 
@@ -48,12 +55,11 @@ impl<S: Element, A: Real> Intermediate<S, A> {
         }
     }
 
-    /// `into` = columns `first..first + into.len()` of one row, widened.
-    pub(super) fn read(&self, row: usize, first: usize, into: &mut [A]) {
-        let columns = first..first + into.len();
+    /// Columns of one row, widened into `buffer` if they are not in the accumulator's type.
+    pub(super) fn read<'r>(&'r self, row: usize, columns: Range<usize>, buffer: &'r mut Vec<A>) -> &'r [A] {
         match self {
-            Self::Rounded(values) => widen(values.row(row).slice(s![columns]).as_slice(), into),
-            Self::Unrounded(values) => widen(values.row(row).slice(s![columns]).as_slice(), into),
+            Self::Rounded(values) => widened(values, row, columns, buffer),
+            Self::Unrounded(values) => widened(values, row, columns, buffer),
         }
     }
 
@@ -88,8 +94,30 @@ impl<S: Element, A: Real> Intermediate<S, A> {
     }
 }
 
-fn widen<S: Element, A: Real>(values: Option<&[S]>, into: &mut [A]) {
-    A::widen_slice(values.expect("rows of a tensor that we allocated are contiguous"), into);
+fn widened<'r, S: Element, A: Real>(
+    values: &'r Array2<S>,
+    row: usize,
+    columns: Range<usize>,
+    buffer: &'r mut Vec<A>,
+) -> &'r [A] {
+    let width = values.ncols();
+    let values = values.as_slice().expect("a tensor that we allocated is contiguous");
+    let values = &values[row * width + columns.start..row * width + columns.end];
+    match A::of_stored(values) {
+        Some(values) => values,
+        None => {
+            let buffer = reserve(buffer, values.len());
+            A::widen_slice(values, buffer);
+            buffer
+        }
+    }
+}
+
+/// A tensor of +0 that is to be written.
+pub(super) fn zeros<V: Element, D: Dimension, I: ShapeBuilder<Dim = D>>(shape: I) -> Array<V, D> {
+    let shape = shape.into_shape_with_order();
+    let values = V::zeros(shape.size());
+    Array::from_shape_vec(shape, values).expect("there is a value for every place of the shape")
 }
 
 /// All values of a tensor that we allocated, row after row.
@@ -117,6 +145,22 @@ impl<S: Element, A: Real> Writer<'_, S, A> {
         match &mut self.values {
             Values::Rounded(into) => A::store_slice(values, &mut into[place]),
             Values::Unrounded(into) => into[place].copy_from_slice(values),
+        }
+    }
+
+    /// Writes a tile from column `first` on: [`Tile::store`].
+    pub(super) fn store<L: Element, R: Element>(
+        &mut self,
+        tile: &Tile<'_, '_, '_, L, R, A>,
+        first: usize,
+        scratch: &mut Scratch<A>,
+        finish: impl FnMut(usize, &mut [A]),
+        read: impl FnMut(usize, &[A]),
+    ) {
+        let width = self.columns;
+        match &mut self.values {
+            Values::Rounded(into) => tile.store(scratch, into, width, first, finish, read),
+            Values::Unrounded(into) => tile.store(scratch, into, width, first, finish, read),
         }
     }
 }

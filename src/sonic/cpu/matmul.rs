@@ -10,8 +10,8 @@ use faer::{Accum, MatMut, MatRef};
 use ndarray::{Array2, Array3, ArrayView1, ArrayView2, s};
 use rayon::prelude::*;
 
-use super::blocks::{COLUMNS, DEPTH, ROWS, blocks, split};
-use super::intermediate::contiguous;
+use super::blocks::{COLUMNS, DEPTH, FAR, ROWS, blocks, split};
+use super::intermediate::{contiguous, zeros};
 use crate::element::{Element, Real};
 use crate::shape::TokenId;
 
@@ -46,15 +46,22 @@ impl<'t, S: Element, A: Real> Operand<'t, S, A> {
         }
     }
 
-    /// Rows × columns of the operand in the accumulator's type, in place or through `scratch`.
-    fn block<'b>(&'b self, rows: Range<usize>, columns: Range<usize>, scratch: &'b mut Vec<A>) -> MatRef<'b, A> {
+    /// Rows × columns of the operand in the accumulator's type: in place where it has that type and
+    /// its rows are less than `limit` bytes apart, else through `scratch`.
+    fn block<'b>(
+        &'b self,
+        rows: Range<usize>,
+        columns: Range<usize>,
+        limit: usize,
+        scratch: &'b mut Vec<A>,
+    ) -> MatRef<'b, A> {
         match self {
-            Self::Stored(values) => in_place(values, &rows, &columns)
+            Self::Stored(values) => in_place(values, &rows, &columns, limit)
                 .unwrap_or_else(|| widened(rows.map(|row| values.row(row)), &columns, scratch)),
             Self::Gathered(values, tokens) => {
                 widened(tokens[rows].iter().map(|token| values.row(token.index())), &columns, scratch)
             }
-            Self::Unrounded(values) => in_place(values, &rows, &columns)
+            Self::Unrounded(values) => in_place(values, &rows, &columns, limit)
                 .unwrap_or_else(|| widened(rows.map(|row| values.row(row)), &columns, scratch)),
         }
     }
@@ -65,9 +72,14 @@ fn in_place<'b, S: Element, A: Real>(
     values: &ArrayView2<'b, S>,
     rows: &Range<usize>,
     columns: &Range<usize>,
+    limit: usize,
 ) -> Option<MatRef<'b, A>> {
     let stride = values.ncols();
-    let block = &A::of_stored(values.to_slice()?)?[rows.start * stride + columns.start..];
+    let values = A::of_stored(values.to_slice()?)?;
+    if stride * size_of::<A>() >= limit {
+        return None;
+    }
+    let block = &values[rows.start * stride + columns.start..];
     Some(MatRef::from_row_major_slice_with_stride(block, rows.len(), columns.len(), stride))
 }
 
@@ -111,39 +123,89 @@ impl<A> Scratch<A> {
     }
 }
 
-/// One tile of a product, row after row: `rows` × `columns` of the result, at most
-/// [`ROWS`] × [`COLUMNS`]. An empty contraction gives +0.
-pub(super) fn tile<'s, L: Element, R: Element, A: Real>(
-    product: Product,
-    left: &Operand<'_, L, A>,
-    right: &Operand<'_, R, A>,
-    rows: Range<usize>,
-    columns: Range<usize>,
-    scratch: &'s mut Scratch<A>,
-) -> &'s mut [A] {
-    let depth = match product {
-        Product::Plain | Product::RightTransposed => left.dim().1,
-        Product::LeftTransposed => left.dim().0,
-    };
-    let Scratch { left: left_scratch, right: right_scratch, tile } = scratch;
-    let tile = reserve(tile, rows.len() * columns.len());
-    if depth == 0 {
-        tile.fill(A::zero());
+/// One tile of a product: `rows` × `columns` of the result. An empty contraction gives +0.
+#[derive(Clone, Debug)]
+pub(super) struct Tile<'o, 'l, 'r, L, R, A> {
+    pub product: Product,
+    pub left: &'o Operand<'l, L, A>,
+    pub right: &'o Operand<'r, R, A>,
+    pub rows: Range<usize>,
+    pub columns: Range<usize>,
+}
+
+impl<L: Element, R: Element, A: Real> Tile<'_, '_, '_, L, R, A> {
+    /// The sums, row after row.
+    pub(super) fn sums<'s>(&self, scratch: &'s mut Scratch<A>) -> &'s mut [A] {
+        let Scratch { left, right, tile } = scratch;
+        let tile = reserve(tile, self.rows.len() * self.columns.len());
+        self.multiply(tile, self.columns.len(), left, right);
+        tile
     }
-    for terms in blocks(depth, DEPTH) {
-        let accumulate = if terms.start == 0 { Accum::Replace } else { Accum::Add };
-        let left = match product {
-            Product::Plain | Product::RightTransposed => left.block(rows.clone(), terms.clone(), left_scratch),
-            Product::LeftTransposed => left.block(terms.clone(), rows.clone(), left_scratch).transpose(),
-        };
-        let right = match product {
-            Product::Plain | Product::LeftTransposed => right.block(terms, columns.clone(), right_scratch),
-            Product::RightTransposed => right.block(columns.clone(), terms, right_scratch).transpose(),
-        };
-        let tile = MatMut::from_row_major_slice_mut(tile, rows.len(), columns.len());
-        A::multiply(tile, accumulate, left, right);
+
+    /// Stores the sums in `into`, row i from `i·width + first` on. `finish` ends the sums of a row
+    /// before they are stored, `read` sees them afterwards, as they were before rounding; both are
+    /// told which row of the tile it is.
+    ///
+    /// Where `into` has the accumulator's type the sums are never anywhere else.
+    pub(super) fn store<S: Element>(
+        &self,
+        scratch: &mut Scratch<A>,
+        into: &mut [S],
+        width: usize,
+        first: usize,
+        mut finish: impl FnMut(usize, &mut [A]),
+        mut read: impl FnMut(usize, &[A]),
+    ) {
+        if self.rows.is_empty() || self.columns.is_empty() {
+            return;
+        }
+        let columns = first..first + self.columns.len();
+        if let Some(into) = A::of_stored_mut(into) {
+            self.multiply(&mut into[first..], width, &mut scratch.left, &mut scratch.right);
+            for (row, into) in into.chunks_mut(width).take(self.rows.len()).enumerate() {
+                finish(row, &mut into[columns.clone()]);
+                read(row, &into[columns.clone()]);
+            }
+            return;
+        }
+        let sums = self.sums(scratch).chunks_exact_mut(self.columns.len());
+        for ((row, sums), into) in sums.enumerate().zip(into.chunks_mut(width)) {
+            finish(row, sums);
+            A::store_slice(sums, &mut into[columns.clone()]);
+            read(row, sums);
+        }
     }
-    tile
+
+    /// The sums, in `into`, row i from `i·stride` on.
+    fn multiply(&self, into: &mut [A], stride: usize, left_scratch: &mut Vec<A>, right_scratch: &mut Vec<A>) {
+        let Self { product, left, right, rows, columns } = self;
+        let depth = match product {
+            Product::Plain | Product::RightTransposed => left.dim().1,
+            Product::LeftTransposed => left.dim().0,
+        };
+        if depth == 0 {
+            into.chunks_mut(stride).take(rows.len()).for_each(|row| row[..columns.len()].fill(A::zero()));
+        }
+        for terms in blocks(depth, DEPTH) {
+            let accumulate = if terms.start == 0 { Accum::Replace } else { Accum::Add };
+            let left = match product {
+                Product::Plain | Product::RightTransposed => {
+                    left.block(rows.clone(), terms.clone(), usize::MAX, left_scratch)
+                }
+                Product::LeftTransposed => left.block(terms.clone(), rows.clone(), FAR, left_scratch).transpose(),
+            };
+            let right = match product {
+                Product::Plain | Product::LeftTransposed => {
+                    right.block(terms, columns.clone(), usize::MAX, right_scratch)
+                }
+                Product::RightTransposed => right.block(columns.clone(), terms, usize::MAX, right_scratch).transpose(),
+            };
+            // faer 0.24's constructor from rows with a stride takes them for columns.
+            let into = MatMut::from_column_major_slice_with_stride_mut(into, columns.len(), rows.len(), stride);
+            let into = into.transpose_mut();
+            A::multiply(into, accumulate, left, right);
+        }
+    }
 }
 
 /// sums += bias, of which the sums begin at column `first`.
@@ -168,18 +230,14 @@ pub(super) fn product<L: Element, R: Element, S: Element, A: Real>(
         Product::Plain | Product::LeftTransposed => right.dim().1,
         Product::RightTransposed => right.dim().0,
     };
-    let mut result = Array2::from_elem((height, width), S::default());
+    let mut result = zeros((height, width));
     let tasks: Vec<_> = blocks(height, ROWS).collect();
     let pieces = split(contiguous(&mut result), tasks.iter().map(|rows| rows.len() * width));
     tasks.into_par_iter().zip(pieces).with_max_len(1).for_each_init(Scratch::new, |scratch, (rows, into)| {
         for columns in blocks(width, COLUMNS) {
-            let tile = tile(product, left, right, rows.clone(), columns.clone(), scratch);
-            for ((row, sums), into) in
-                rows.clone().zip(tile.chunks_exact_mut(columns.len())).zip(into.chunks_exact_mut(width))
-            {
-                finish(row, columns.start, sums);
-                A::store_slice(sums, &mut into[columns.clone()]);
-            }
+            let first = columns.start;
+            let tile = Tile { product, left, right, rows: rows.clone(), columns };
+            tile.store(scratch, into, width, first, |row, sums| finish(rows.start + row, first, sums), |_, _| ());
         }
     });
     result
@@ -198,10 +256,10 @@ pub(super) fn contract_over_rows<'t, L: Element, R: Element, S: Element, A: Real
     tasks.into_par_iter().zip(pieces).with_max_len(1).for_each_init(Scratch::new, |scratch, ((expert, rows), into)| {
         let (left, right) = (left(expert), right(expert));
         for columns in blocks(width, COLUMNS) {
-            let tile = tile(Product::LeftTransposed, &left, &right, rows.clone(), columns.clone(), scratch);
-            for (into, sums) in into.chunks_exact_mut(width).zip(tile.chunks_exact(columns.len())) {
-                A::store_slice(sums, &mut into[columns.clone()]);
-            }
+            let first = columns.start;
+            let tile =
+                Tile { product: Product::LeftTransposed, left: &left, right: &right, rows: rows.clone(), columns };
+            tile.store(scratch, into, width, first, |_, _| (), |_, _| ());
         }
     });
 }

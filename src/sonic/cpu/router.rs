@@ -67,9 +67,9 @@ pub(in crate::sonic) fn backward<S: Element, A: Real>(
     let (upstream, w) = (Operand::<S::Score, A>::Stored(dlogits.view()), Operand::<S, A>::Stored(router.w.view()));
     let dx = product(Product::Plain, &upstream, &w, |token, first, sums| {
         roundings.apply::<S, A>(RoundingPoint::RouterDx, sums);
-        let mut experts = vec![A::zero(); sums.len()];
-        expert_dx.read(token, first, &mut experts);
-        for (sum, experts) in sums.iter_mut().zip(experts) {
+        let mut buffer = Vec::new();
+        let experts = expert_dx.read(token, first..first + sums.len(), &mut buffer);
+        for (sum, &experts) in sums.iter_mut().zip(experts) {
             *sum = experts + A::widen(sum.store::<S::Score>());
         }
     });

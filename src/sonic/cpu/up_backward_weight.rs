@@ -2,7 +2,7 @@
 
 use ndarray::{Array3, ArrayView2};
 
-use super::intermediate::Intermediate;
+use super::intermediate::{Intermediate, zeros};
 use super::matmul::{Operand, contract_over_rows};
 use crate::element::{Element, Real};
 use crate::routing::Routing;
@@ -14,7 +14,7 @@ pub(super) fn up_backward_weight<S: Element, A: Real>(
     dh: &Intermediate<S, A>,
     routing: &Routing,
 ) -> Array3<S> {
-    let mut dw1 = Array3::from_elem((routing.experts(), dh.columns(), x.ncols()), S::default());
+    let mut dw1 = zeros((routing.experts(), dh.columns(), x.ncols()));
     let rows = |expert| routing.rows_of_expert(ExpertId(expert as u32));
     contract_over_rows(
         &mut dw1,

@@ -3,6 +3,7 @@
 use ndarray::{Array2, Axis};
 use rayon::prelude::*;
 
+use super::combine_output::add;
 use super::intermediate::Intermediate;
 use crate::element::{Element, Real};
 use crate::routing::Routing;
@@ -15,10 +16,9 @@ pub(super) fn up_bias_gradient<S: Element, A: Real>(dh: &Intermediate<S, A>, rou
     let mut db1 = Array2::from_elem((routing.experts(), width), S::default());
     db1.axis_iter_mut(Axis(0)).into_par_iter().enumerate().for_each(|(expert, mut db1)| {
         let mut sums = vec![A::zero(); width];
-        let mut term = vec![A::zero(); width];
+        let mut buffer = Vec::new();
         for row in routing.rows_of_expert(ExpertId(expert as u32)) {
-            dh.read(row, 0, &mut term);
-            sums.iter_mut().zip(&term).for_each(|(sum, &dh)| *sum += dh);
+            add(&mut sums, dh.read(row, 0..width, &mut buffer));
         }
         db1.iter_mut().zip(sums).for_each(|(db1, sum)| *db1 = sum.store());
     });

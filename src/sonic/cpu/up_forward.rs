@@ -6,7 +6,7 @@ use rayon::prelude::*;
 use super::activate::activate;
 use super::blocks::{COLUMNS, blocks, row_blocks};
 use super::intermediate::Intermediate;
-use super::matmul::{Operand, Product, Scratch, add_bias, reserve, tile};
+use super::matmul::{Operand, Product, Scratch, Tile, add_bias, reserve};
 use super::roundings::{RoundingPoint, Roundings};
 use crate::activation::Activation;
 use crate::element::{Element, Real};
@@ -30,22 +30,34 @@ pub(super) fn up_forward<S: Element, A: Real>(
     let tasks = row_blocks(routing);
     let writers = h.writers(&tasks).into_iter().zip(a.writers(&tasks)).collect::<Vec<_>>();
     tasks.into_par_iter().zip(writers).with_max_len(1).for_each_init(
-        || (Scratch::new(), Vec::new()),
-        |(scratch, activated), (block, (mut h, mut a))| {
+        || (Scratch::new(), Vec::new(), Vec::new()),
+        |(scratch, activated, rounded), (block, (mut h, mut a))| {
             let left = Operand::Gathered(x, &routing.row_token()[block.rows.clone()]);
             let right = Operand::<S, A>::Stored(w1.index_axis(Axis(0), block.expert));
             let bias = b1.as_ref().map(|b1| b1.row(block.expert));
             for columns in blocks(width, COLUMNS) {
-                let rows = 0..block.rows.len();
-                let sums = tile(Product::RightTransposed, &left, &right, rows, columns.clone(), scratch);
+                let first = columns.start;
                 let activated = reserve(activated, columns.len() / per_unit);
-                for (row, sums) in sums.chunks_exact_mut(columns.len()).enumerate() {
-                    add_bias(sums, bias, columns.start);
-                    h.write(row, columns.start, sums);
-                    roundings.apply::<S, A>(RoundingPoint::PreActivation, sums);
+                let tile = Tile {
+                    product: Product::RightTransposed,
+                    left: &left,
+                    right: &right,
+                    rows: 0..block.rows.len(),
+                    columns,
+                };
+                let bias = |_, sums: &mut [A]| add_bias(sums, bias, first);
+                h.store(&tile, first, scratch, bias, |row, sums| {
+                    let sums = if roundings.rounds(RoundingPoint::PreActivation) {
+                        let rounded = reserve(rounded, sums.len());
+                        rounded.copy_from_slice(sums);
+                        roundings.apply::<S, A>(RoundingPoint::PreActivation, rounded);
+                        rounded
+                    } else {
+                        sums
+                    };
                     activate(activation, sums, activated);
-                    a.write(row, columns.start / per_unit, activated);
-                }
+                    a.write(row, first / per_unit, activated);
+                });
             }
         },
     );
