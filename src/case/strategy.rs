@@ -4,7 +4,7 @@
 use proptest::prelude::*;
 use proptest::sample::select;
 
-use super::{Case, Load, Pairing, Scale};
+use super::{Case, Load, Pairing};
 use crate::activation::Activation;
 use crate::routing::Convention;
 use crate::shape::Shape;
@@ -94,9 +94,4 @@ fn load(shape: Shape) -> BoxedStrategy<Load> {
 fn count(t: usize) -> BoxedStrategy<usize> {
     let edges: Vec<usize> = [0, t].into_iter().chain(EDGES.into_iter().filter(|&edge| edge < t)).collect();
     prop_oneof![2 => select(edges), 1 => 0..=t].boxed()
-}
-
-/// The numbers that a case is drawn with at unit scale or at SonicMoE's test scale.
-pub fn scale() -> impl Strategy<Value = Scale> {
-    select(vec![Scale::Unit, Scale::Small])
 }
