@@ -19,7 +19,8 @@ pub(crate) enum Measure {
     Deviation,
 }
 
-/// A number of the truth, `mid`, and a bound `rad` on |engine's number − `mid`|.
+/// A number of the truth, `mid`, and a bound `rad` on |engine's number − `mid`|: ∞ where the engine's
+/// number may be infinite or NaN, and never NaN itself, for comparisons pass over a NaN.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Ball {
     pub(crate) mid: f64,
@@ -178,7 +179,8 @@ impl Arithmetic {
             Measure::Worst => a.rad * b.mid.abs() + a.magnitude() * b.rad,
             Measure::Deviation => (a.rad * b.mid).hypot(a.mid * b.rad).hypot(a.rad * b.rad),
         };
-        Ball { mid: a.mid * b.mid, rad }
+        // Unknown · 0 is unknown: ∞·0 is NaN in the engine as in `rad`.
+        Ball { mid: a.mid * b.mid, rad: if rad.is_nan() { f64::INFINITY } else { rad } }
     }
 
     /// a·b, rounded in the accumulator.

@@ -153,6 +153,7 @@ impl Arithmetic {
                 Zip::from(&mut product.rad).and(&more).for_each(|rad, more| *rad = (*rad * *rad + more).sqrt());
             }
         }
+        product.rad.mapv_inplace(known);
         product
     }
 
@@ -161,7 +162,7 @@ impl Arithmetic {
         terms as f64 * self.accumulate.unit * self.accumulate.unit / 3.0
     }
 
-    /// What holds of every product: terms that underflow, sums that overflow.
+    /// What holds of every product: terms that underflow, sums that overflow, unknown terms times 0.
     fn finish(&self, mut product: Balls2, terms: usize) -> Balls2 {
         let underflow = 2.0 * terms as f64 * self.accumulate.underflow;
         // The radius holds γΣ|a||b|, so it tells the magnitude of the sum, generously.
@@ -169,6 +170,7 @@ impl Arithmetic {
         let overflow = self.accumulate.largest * gamma;
         let scale = self.deviation_of_sum(terms).sqrt();
         product.rad.mapv_inplace(|rad| match self.measure {
+            _ if rad.is_nan() => f64::INFINITY,
             Measure::Worst if rad > overflow => f64::INFINITY,
             Measure::Worst => rad + underflow.min(rad / gamma),
             Measure::Deviation => rad.sqrt() + underflow.min(rad.sqrt() / scale),
@@ -206,6 +208,11 @@ impl Arithmetic {
         });
         balls
     }
+}
+
+/// A radius, with ∞ for NaN: ∞·0 among the terms.
+fn known(rad: f64) -> f64 {
+    if rad.is_nan() { f64::INFINITY } else { rad }
 }
 
 /// N arrays by row of the given widths, computed expert by expert in parallel.

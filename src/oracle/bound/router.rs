@@ -75,10 +75,10 @@ pub(crate) fn dlogits(
             dlogits.set(token.index(), expert, arithmetic.round(&arithmetic.router, ball));
         };
         match router.convention {
-            // One chosen expert has the score 1 whatever its logit: s(g − g·s) is exactly 0, unless g
-            // may have overflowed: ∞ − ∞ is NaN in every engine.
+            // One chosen expert has the score 1 whatever its logit: s(g − g·s) is exactly 0, unless the
+            // logit or g may have overflowed: ∞ − ∞ is NaN in every engine.
             Convention::SoftmaxOverTopK if pairs.len() == 1 => {
-                if !g[0].magnitude().is_finite() {
+                if !(g[0].magnitude().is_finite() && s[0].magnitude().is_finite()) {
                     set(model.expert_of_pair(pairs[0]), Ball { mid: 0.0, rad: f64::INFINITY });
                 }
             }
@@ -156,6 +156,10 @@ fn softmax(arithmetic: &Arithmetic, logits: &[Ball]) -> Vec<Ball> {
     let weights: Vec<f64> = logits.iter().map(|logit| libm::exp(logit.mid - largest)).collect();
     let total: f64 = weights.iter().sum();
     let p: Vec<f64> = weights.iter().map(|weight| weight / total).collect();
+    // One logit of ∞ makes every quotient of its token NaN: e^(∞ − ∞) stands in each, and in the sum.
+    if logits.iter().any(|logit| !logit.rad.is_finite()) {
+        return p.into_iter().map(|mid| Ball { mid, rad: f64::INFINITY }).collect();
+    }
     let alive = logits.iter().filter(|logit| logit.mid > f64::NEG_INFINITY).count();
     if alive <= 1 {
         // x/x = 1 in every arithmetic.
@@ -192,7 +196,7 @@ fn softmax(arithmetic: &Arithmetic, logits: &[Ball]) -> Vec<Ball> {
                 2.0 * arithmetic.function_ulps + alive as f64 + 3.0 + (away(l) + mean_distance + 4.0 * widest);
             let own = 1.01 * arithmetic.accumulate.unit * roundings * (p + rad) + 4.0 * arithmetic.function_underflow;
             let rad = arithmetic.join(rad, arithmetic.spread(own));
-            Ball { mid: p, rad: if l.rad.is_finite() { rad } else { f64::INFINITY } }
+            Ball { mid: p, rad }
         })
         .collect()
 }
