@@ -205,7 +205,12 @@ pub fn check_file(path: &Path, args: &CheckArgs) -> Result<Checked> {
                     trial.try_impostors(&dump)?;
                 }
                 let missing = dump.missing.iter().any(|output| args.judges(*output));
-                let verdict = trial.verdict().max(if missing { Verdict::Incomplete } else { Verdict::Pass });
+                let verdict = match missing {
+                    false => trial.verdict(),
+                    // Nothing that could have failed is no fault of a check that still waits for results.
+                    true if trial.judged.is_empty() => Verdict::Incomplete,
+                    true => trial.verdict().max(Verdict::Incomplete),
+                };
                 return Ok(Checked { dump, refused, trial, verdict });
             }
         }

@@ -4,6 +4,7 @@ pub mod bench;
 pub mod check;
 mod console;
 pub mod doctor;
+pub mod generate;
 pub mod memory;
 pub mod verify;
 
@@ -31,6 +32,7 @@ const AFTER_HELP: &str = "\
 Examples:
   sonicmoe verify                                 does SonicMoE compute what plain autograd computes?
   sonicmoe check run.safetensors                  is this run of somebody's MoE layer right?
+  sonicmoe gen --shape 256,128,64,8,2 run.safetensors   inputs, to run one's own layer on
   sonicmoe memory --shape 24576,1536,256,128,8    what does a layer keep for its backward?
   sonicmoe bench                                  how fast is the layer on this machine's CPU?
   sonicmoe doctor                                 what can this machine run?
@@ -42,6 +44,7 @@ required is missing, 5 a fault of this program. The worst by the order 5, 2, 1, 
 enum Command {
     Verify(verify::VerifyArgs),
     Check(check::CheckArgs),
+    Gen(generate::GenArgs),
     Memory(memory::MemoryArgs),
     Bench(bench::BenchArgs),
     /// Says what this machine allows: driver, device, NVRTC, cuBLAS
@@ -65,6 +68,7 @@ fn run(command: &Command, console: &Console, out: &mut dyn Write) -> Verdict {
     let verdict = match command {
         Command::Verify(args) => verify::verify(args),
         Command::Check(args) => check::check(args, console, out),
+        Command::Gen(args) => generate::generate(args, out).map(|()| Verdict::Pass),
         Command::Memory(args) => written(out.write_all(memory::memory(args).as_bytes())).map(|()| Verdict::Pass),
         Command::Bench(args) => {
             bench::bench(args).and_then(|text| written(out.write_all(text.as_bytes()))).map(|()| Verdict::Pass)

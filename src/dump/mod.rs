@@ -39,7 +39,7 @@ mod write;
 
 pub use choice::{Chosen, Source};
 pub use metadata::{GatingKind, Metadata, Model, Overrides};
-pub use write::write;
+pub use write::{write, write_inputs};
 
 use std::path::PathBuf;
 

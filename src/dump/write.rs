@@ -1,11 +1,15 @@
-//! A run as a file that [`Dump::read`](super::Dump::read) reads back.
+//! A run as a file that [`Dump::read`](super::Dump::read) reads back. The same run gives the same
+//! bytes: tensors and strings have one order.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{BufWriter, Write};
 use std::path::Path;
 
 use half::{bf16, f16};
 use ndarray::{ArrayD, ArrayView, Axis, Dimension, RemoveAxis};
-use safetensors::tensor::{Dtype, TensorView, serialize};
+use safetensors::tensor::Dtype;
+use serde::Serialize;
 
 use super::{GatingKind, Metadata};
 use crate::element::{DType, Element};
@@ -31,50 +35,50 @@ pub fn write<S: Element>(
     results: &Results,
     metadata: &Metadata,
 ) -> Result<()> {
-    let path = path.as_ref();
-    let gated = problem.activation().gated();
     let layout = metadata.layout.unwrap_or(GateLayout::InterleavedGateFirst);
-    let mut tensors = Tensors::default();
-    tensors.floats("x", problem.x());
-    tensors.floats("w2", problem.w2());
-    tensors.floats("dout", problem.dout());
-    tensors.rows("w1", problem.w1(), layout, gated)?;
-    if let (Some(b1), Some(b2)) = (problem.b1(), problem.b2()) {
-        tensors.rows("b1", b1, layout, gated)?;
-        tensors.floats("b2", b2);
-    }
-    let (kind, k) = match problem.gating() {
-        Gating::Router(router) => {
-            tensors.floats("router_w", router.w.view());
-            if let Some(b) = &router.b {
-                tensors.floats("router_b", b.view());
-            }
-            (GatingKind::Router(router.convention), Some(router.k))
-        }
-        Gating::Given { scores, .. } => {
-            tensors.floats("scores", ndarray::ArrayView1::from(scores));
-            (GatingKind::Given, metadata.k)
-        }
-    };
-    tensors.integers("token_idx", routing.pair_token().iter().map(|token| token.0));
-    tensors.integers("expert_idx", routing.pair_expert().iter().map(|expert| expert.0));
+    let gated = problem.activation().gated();
+    let mut tensors = Tensors::of_inputs(problem, layout)?;
+    tensors.pairs(routing);
     for (output, stored) in results {
-        let given_scores = *output == Output::Scores && kind == GatingKind::Given;
-        if given_scores {
+        if *output == Output::Scores && problem.router_w().is_none() {
             continue;
         }
         let halves = matches!(output, Output::Dw1 | Output::Db1 | Output::H | Output::Dh);
         tensors.stored(output.name(), stored, (halves && gated).then_some(layout))?;
     }
+    tensors.write(path.as_ref(), strings(problem, layout, metadata))
+}
+
+/// Writes what goes into a layer and nothing that comes out: a router's choice is an answer too.
+///
+/// `metadata` as for [`write`].
+///
+/// # Errors
+/// A file that cannot be written.
+pub fn write_inputs<S: Element>(path: impl AsRef<Path>, problem: &Problem<'_, S>, metadata: &Metadata) -> Result<()> {
+    let layout = metadata.layout.unwrap_or(GateLayout::InterleavedGateFirst);
+    let mut tensors = Tensors::of_inputs(problem, layout)?;
+    if let Gating::Given { routing, .. } = problem.gating() {
+        tensors.pairs(routing);
+    }
+    tensors.write(path.as_ref(), strings(problem, layout, metadata))
+}
+
+/// The strings of a file: what the problem knows, then what the caller does.
+fn strings<S: Element>(problem: &Problem<'_, S>, layout: GateLayout, metadata: &Metadata) -> BTreeMap<String, String> {
+    let (kind, k) = match problem.gating() {
+        Gating::Router(router) => (GatingKind::Router(router.convention), Some(router.k)),
+        Gating::Given { .. } => (GatingKind::Given, metadata.k),
+    };
     let metadata = Metadata {
         router: Some(kind),
-        layout: gated.then_some(layout),
+        layout: problem.activation().gated().then_some(layout),
         activation: Some(problem.activation()),
         k,
         sizes: [("T", problem.t()), ("d", problem.d()), ("n", problem.n()), ("E", problem.e())].into(),
         ..metadata.clone()
     };
-    tensors.write(path, metadata)
+    metadata.to_strings()
 }
 
 struct Bytes {
@@ -83,10 +87,54 @@ struct Bytes {
     data: Vec<u8>,
 }
 
+/// A tensor's line in the header.
+#[derive(Serialize)]
+struct Entry<'t> {
+    dtype: Dtype,
+    shape: &'t [usize],
+    data_offsets: (usize, usize),
+}
+
+#[derive(Serialize)]
+struct Header<'t> {
+    #[serde(rename = "__metadata__")]
+    strings: BTreeMap<String, String>,
+    #[serde(flatten)]
+    tensors: BTreeMap<&'static str, Entry<'t>>,
+}
+
 #[derive(Default)]
-struct Tensors(HashMap<&'static str, Bytes>);
+struct Tensors(BTreeMap<&'static str, Bytes>);
 
 impl Tensors {
+    fn of_inputs<S: Element>(problem: &Problem<'_, S>, layout: GateLayout) -> Result<Self> {
+        let gated = problem.activation().gated();
+        let mut tensors = Self::default();
+        tensors.floats("x", problem.x());
+        tensors.floats("w2", problem.w2());
+        tensors.floats("dout", problem.dout());
+        tensors.rows("w1", problem.w1(), layout, gated)?;
+        if let (Some(b1), Some(b2)) = (problem.b1(), problem.b2()) {
+            tensors.rows("b1", b1, layout, gated)?;
+            tensors.floats("b2", b2);
+        }
+        match problem.gating() {
+            Gating::Router(router) => {
+                tensors.floats("router_w", router.w.view());
+                if let Some(b) = &router.b {
+                    tensors.floats("router_b", b.view());
+                }
+            }
+            Gating::Given { scores, .. } => tensors.floats("scores", ndarray::ArrayView1::from(scores)),
+        }
+        Ok(tensors)
+    }
+
+    fn pairs(&mut self, routing: &Routing) {
+        self.integers("token_idx", routing.pair_token().iter().map(|token| token.0));
+        self.integers("expert_idx", routing.pair_expert().iter().map(|expert| expert.0));
+    }
+
     fn floats<S: Element, D: Dimension>(&mut self, name: &'static str, values: ArrayView<'_, S, D>) {
         let data = encode(S::DTYPE, values.iter().map(|value| value.to_f64()));
         self.0.insert(name, Bytes { dtype: format(S::DTYPE), shape: values.shape().to_vec(), data });
@@ -126,18 +174,29 @@ impl Tensors {
         Ok(())
     }
 
-    fn write(self, path: &Path, metadata: Metadata) -> Result<()> {
-        let broken = |error: safetensors::SafeTensorError| Error::internal(format!("{}: {error}", path.display()));
-        let views = self
-            .0
-            .iter()
-            .map(|(name, bytes)| {
-                Ok((*name, TensorView::new(bytes.dtype, bytes.shape.clone(), &bytes.data).map_err(broken)?))
-            })
-            .collect::<Result<Vec<_>>>()?;
-        let strings = metadata.to_strings().into_iter().collect();
-        let bytes = serialize(views, Some(strings)).map_err(broken)?;
-        std::fs::write(path, bytes).map_err(|source| Error::io(path, source))
+    /// 8 bytes of length, a JSON header filled up to 8 bytes, the tensors: the wider types first, so
+    /// that each is aligned, then by name.
+    fn write(self, path: &Path, strings: BTreeMap<String, String>) -> Result<()> {
+        let mut ordered: Vec<(&'static str, &Bytes)> = self.0.iter().map(|(name, bytes)| (*name, bytes)).collect();
+        ordered.sort_by_key(|(name, bytes)| (std::cmp::Reverse(bytes.dtype.bitsize()), *name));
+        let mut end = 0;
+        let tensors = ordered.iter().map(|(name, bytes)| {
+            let start = end;
+            end += bytes.data.len();
+            (*name, Entry { dtype: bytes.dtype, shape: &bytes.shape, data_offsets: (start, end) })
+        });
+        let header = Header { strings, tensors: tensors.collect() };
+        let mut header =
+            serde_json::to_vec(&header).map_err(|error| Error::internal(format!("{}: {error}", path.display())))?;
+        header.resize(header.len().next_multiple_of(8), b' ');
+        let write = || {
+            let mut file = BufWriter::new(File::create(path)?);
+            file.write_all(&(header.len() as u64).to_le_bytes())?;
+            file.write_all(&header)?;
+            ordered.iter().try_for_each(|(_, bytes)| file.write_all(&bytes.data))?;
+            file.flush()
+        };
+        write().map_err(|source| Error::io(path, source))
     }
 }
 

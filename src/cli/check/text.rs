@@ -225,6 +225,10 @@ fn summary_of(checked: &Checked) -> String {
     let Checked { dump, refused, trial, .. } = checked;
     let words = trial.model.words();
     let results = trial.judged.iter().filter(|judged| judged.kernel.is_none()).count();
+    if trial.judged.is_empty() && !dump.missing.is_empty() {
+        let names: Vec<&str> = dump.missing.iter().map(|output| output.name()).collect();
+        return format!("inputs without results; run the layer and add {}", names.join(", "));
+    }
     if !trial.passes() {
         return format!("wrong even under the rounding model {words}");
     }
