@@ -49,6 +49,8 @@ enum Kind {
     DuplicatePair { token: usize, expert: usize, first: usize, second: usize },
     #[error("tensor `{tensor}` holds {value} at {at:?}; it must be finite")]
     NotFinite { tensor: String, at: Vec<usize>, value: f64 },
+    #[error("tensor `{tensor}` at {at:?} is outside the exact regime: {reason}; draw the problem at an exact scale")]
+    NotExact { tensor: String, at: Vec<usize>, reason: String },
     #[error("unknown {what} `{text}`; known are: {known}")]
     Unknown { what: &'static str, text: String, known: String },
     #[error("{what} `{text}` cannot be read: {reason}")]
@@ -78,6 +80,7 @@ impl Error {
             | Kind::PairOutOfRange { .. }
             | Kind::DuplicatePair { .. }
             | Kind::NotFinite { .. }
+            | Kind::NotExact { .. }
             | Kind::Unknown { .. }
             | Kind::Parse { .. }
             | Kind::Io { .. }
@@ -139,6 +142,12 @@ impl Error {
     /// A value that must be finite and is not.
     pub fn not_finite(tensor: impl Into<String>, at: &[usize], value: f64) -> Self {
         Self::new(Kind::NotFinite { tensor: tensor.into(), at: at.to_vec(), value })
+    }
+
+    /// A number for which the exact regime does not hold: a sum that may round, a value that the
+    /// storage type does not have, a row of zeros.
+    pub fn not_exact(tensor: impl Into<String>, at: &[usize], reason: impl Into<String>) -> Self {
+        Self::new(Kind::NotExact { tensor: tensor.into(), at: at.to_vec(), reason: reason.into() })
     }
 
     /// A name that is none of the known ones.

@@ -87,6 +87,28 @@ pub struct Problem<'p, S: Element> {
     dout: CowArray<'p, S, Ix2>,
 }
 
+impl<S: Element> Biases<'_, S> {
+    /// The same biases, borrowed: for a problem that changes something else.
+    pub fn borrowed(&self) -> Biases<'_, S> {
+        Biases { b1: self.b1.view().into(), b2: self.b2.view().into() }
+    }
+}
+
+impl<S: Element> Gating<'_, S> {
+    /// The same gating with its tensors borrowed: for a problem that changes something else.
+    pub fn borrowed(&self) -> Gating<'_, S> {
+        match self {
+            Self::Router(Router { w, b, k, convention }) => Gating::Router(Router {
+                w: w.view().into(),
+                b: b.as_ref().map(|b| b.view().into()),
+                k: *k,
+                convention: *convention,
+            }),
+            Self::Given { routing, scores } => Gating::Given { routing: routing.clone(), scores: scores.clone() },
+        }
+    }
+}
+
 impl<'p, S: Element> Problem<'p, S> {
     /// Checks every shape against x (T, d) and w2 (E, d, n).
     ///
@@ -209,6 +231,11 @@ impl<'p, S: Element> Problem<'p, S> {
     /// b2 (E, d), if the layer has biases.
     pub fn b2(&self) -> Option<ArrayView2<'_, S>> {
         self.biases.as_ref().map(|biases| biases.b2.view())
+    }
+
+    /// Both biases, if the layer has them.
+    pub fn biases(&self) -> Option<&Biases<'p, S>> {
+        self.biases.as_ref()
     }
 
     /// The router or the given routing.

@@ -65,6 +65,16 @@ impl Stream {
         })
     }
 
+    /// A number below `limit`, which must not be 0.
+    pub(super) fn below(&mut self, limit: usize) -> usize {
+        self.0.random_range(0..limit as u64) as usize
+    }
+
+    /// −1 or 1.
+    pub(super) fn sign(&mut self) -> f64 {
+        if self.0.next_u64() >> 63 == 0 { 1.0 } else { -1.0 }
+    }
+
     /// Scores in (0, 1], in f32 steps even for f64 engines, so that every engine reads the same.
     pub(super) fn scores<A: Element>(&mut self, routed: usize) -> Vec<A> {
         (0..routed).map(|_| A::from_f32(self.unit() as f32)).collect()
@@ -86,7 +96,7 @@ impl Stream {
     }
 
     /// `count` distinct numbers below `limit`, in random order: the head of a Fisher–Yates shuffle.
-    fn distinct(&mut self, limit: usize, count: usize) -> Vec<usize> {
+    pub(super) fn distinct(&mut self, limit: usize, count: usize) -> Vec<usize> {
         let mut numbers: Vec<usize> = (0..limit).collect();
         for place in 0..count {
             let other = self.0.random_range(place as u64..limit as u64) as usize;

@@ -6,6 +6,7 @@
 
 pub mod campaign;
 mod draw;
+mod exact;
 pub mod strategy;
 pub mod table;
 
@@ -59,6 +60,13 @@ pub enum Scale {
     Unit,
     /// Everything at 0.02, as in SonicMoE's own tests.
     Small,
+    /// Small integers and scores of 1/4, 1/2 and 1, so that every sum is exact in f32 in any order:
+    /// [`oracle::exact`](crate::oracle::exact) says which bits a correct engine has. For given
+    /// routing, d and n from 8 to 4096 and T up to 4096.
+    Exact,
+    /// The same with scores of 9 to 12 bits, more than bf16 keeps. The sums of bf16 engines are exact;
+    /// those of engines that store more bits may not be.
+    ExactFineScores,
 }
 
 /// A problem, named by a few numbers.
@@ -160,6 +168,11 @@ impl Case {
         Self { biases: true, ..self }
     }
 
+    /// With numbers of another size.
+    pub fn with_scale(self, scale: Scale) -> Self {
+        Self { scale, ..self }
+    }
+
     /// With another source of the routing.
     pub fn with_pairing(self, pairing: Pairing) -> Self {
         Self { pairing, ..self }
@@ -176,7 +189,8 @@ impl Case {
     ///
     /// # Errors
     /// A case whose parts contradict each other: counts for another number of experts or beyond T,
-    /// or too many experts kept without tokens.
+    /// or too many experts kept without tokens; at an exact scale, a router, or sizes or an activation
+    /// that the exact regime does not hold for.
     pub fn problem<S: Element>(&self) -> Result<Problem<'static, S>> {
         let Shape { t, d, n, e, k } = Shape::new(self.shape.t, self.shape.d, self.shape.n, self.shape.e, self.shape.k)?;
         let rows = self.activation.h_width(n);
@@ -184,6 +198,8 @@ impl Case {
         let (one, wide, narrow, bias) = match self.scale {
             Scale::Unit => (1.0, fan_in(d), fan_in(n), 0.1),
             Scale::Small => (0.02, 0.02, 0.02, 0.02),
+            Scale::Exact => return exact::problem(self, exact::Scores::Coarse),
+            Scale::ExactFineScores => return exact::problem(self, exact::Scores::Fine),
         };
         let biases = self.biases.then(|| Biases {
             b1: self.stream(Tensor::B1).normal((e, rows), bias).into(),
@@ -196,24 +212,7 @@ impl Case {
                 k,
                 convention: *convention,
             }),
-            Pairing::TopK => {
-                let routing = Routing::new(t, e, self.stream(Tensor::Pairs).experts_of_tokens(t, e, k))?;
-                self.given(routing)
-            }
-            Pairing::Counts(counts) => {
-                if counts.len() != e {
-                    return Err(Error::shape("counts", &[e], &[counts.len()], "one count per expert"));
-                }
-                if let Some(expert) = counts.iter().position(|&count| count > t) {
-                    return Err(Error::size(
-                        format!("the token count of expert {expert}"),
-                        counts[expert],
-                        format!("there are only T = {t} tokens"),
-                    ));
-                }
-                let routing = Routing::new(t, e, self.stream(Tensor::Pairs).tokens_of_experts(t, counts))?;
-                self.given(routing)
-            }
+            Pairing::TopK | Pairing::Counts(_) => self.given(self.given_pairs()?),
         };
         Problem::new(
             self.stream(Tensor::X).normal((t, d), one),
@@ -249,6 +248,29 @@ impl Case {
             classes.insert(Class::Large);
         }
         classes
+    }
+
+    /// The pairs of a given routing.
+    fn given_pairs(&self) -> Result<Routing> {
+        let Shape { t, e, k, .. } = self.shape;
+        let mut stream = self.stream(Tensor::Pairs);
+        match &self.pairing {
+            Pairing::Router { .. } => Err(Error::internal("pairs were asked of a case with a router")),
+            Pairing::TopK => Routing::new(t, e, stream.experts_of_tokens(t, e, k)),
+            Pairing::Counts(counts) => {
+                if counts.len() != e {
+                    return Err(Error::shape("counts", &[e], &[counts.len()], "one count per expert"));
+                }
+                if let Some(expert) = counts.iter().position(|&count| count > t) {
+                    return Err(Error::size(
+                        format!("the token count of expert {expert}"),
+                        counts[expert],
+                        format!("there are only T = {t} tokens"),
+                    ));
+                }
+                Routing::new(t, e, stream.tokens_of_experts(t, counts))
+            }
+        }
     }
 
     fn stream(&self, tensor: Tensor) -> Stream {

@@ -5,12 +5,14 @@
 //! | [`kernel`] | is each kernel right, given what it really read? |
 //! | [`bound`] | is each result of the layer within what a correct engine cannot exceed? |
 //! | [`statistic`] | is it within what a correct engine does not exceed on random data? |
+//! | [`exact`] | is it, bit for bit, the only value that exact sums leave? |
 //! | [`mod@judge`] | how far is a result from its truth, where, and would an error have been seen? |
 //! | [`memory`] | what does each system keep? |
 //! | [`verdict`] | what does it all amount to? |
 
 pub mod bound;
 pub mod cluster;
+pub mod exact;
 pub mod judge;
 pub mod kernel;
 pub mod memory;

@@ -1,6 +1,6 @@
 //! Bounds hold for correct engines and fail for faults.
 
-mod naive;
+pub mod naive;
 mod sharpness;
 
 use std::collections::BTreeMap;

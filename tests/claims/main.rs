@@ -6,6 +6,7 @@ mod bounds;
 mod command_line;
 mod compile;
 mod dumps;
+mod exact;
 mod generated;
 mod gradients;
 mod kernels;
