@@ -289,6 +289,36 @@ pub struct Backward<S: Element> {
     pub intermediates: Option<BackwardIntermediates<S>>,
 }
 
+impl<S: Element> Backward<S> {
+    /// The gradients, and the intermediates where they were recorded, by name.
+    pub fn results(&self) -> Results {
+        let Self { gradients, intermediates } = self;
+        let mut results = Results::new();
+        let Gradients { dx, dw1, dw2, db1, db2, ds, router } = gradients;
+        results.extend([
+            (Output::Dx, Stored::of(dx)),
+            (Output::Dw1, Stored::of(dw1)),
+            (Output::Dw2, Stored::of(dw2)),
+            (Output::Ds, Stored::of(&Array1::from(ds.clone()))),
+        ]);
+        results.extend(db1.iter().map(|db1| (Output::Db1, Stored::of(db1))));
+        results.extend(db2.iter().map(|db2| (Output::Db2, Stored::of(db2))));
+        if let Some(RouterGradients { dlogits, drouter_w, drouter_b }) = router {
+            results.insert(Output::Dlogits, Stored::of(dlogits));
+            results.insert(Output::DrouterW, Stored::of(drouter_w));
+            results.extend(drouter_b.iter().map(|drouter_b| (Output::DrouterB, Stored::of(drouter_b))));
+        }
+        if let Some(BackwardIntermediates { dh, a_prime, dx_expanded }) = intermediates {
+            results.extend([
+                (Output::Dh, Stored::of(dh)),
+                (Output::APrime, Stored::of(a_prime)),
+                (Output::DxExpanded, Stored::of(dx_expanded)),
+            ]);
+        }
+        results
+    }
+}
+
 /// An implementation of the layer.
 pub trait Engine<S: Element> {
     /// A name for reports.
@@ -362,27 +392,6 @@ pub fn run<S: Element>(engine: &dyn Engine<S>, problem: &Problem<'_, S>, record:
         results.insert(Output::Logits, Stored::of(&logits.to_owned()));
         results.insert(Output::Scores, Stored::of(&Array1::from(pass.scores())));
     }
-    let Backward { gradients, intermediates } = pass.backward(problem.dout(), record)?;
-    let Gradients { dx, dw1, dw2, db1, db2, ds, router } = &gradients;
-    results.extend([
-        (Output::Dx, Stored::of(dx)),
-        (Output::Dw1, Stored::of(dw1)),
-        (Output::Dw2, Stored::of(dw2)),
-        (Output::Ds, Stored::of(&Array1::from(ds.clone()))),
-    ]);
-    results.extend(db1.iter().map(|db1| (Output::Db1, Stored::of(db1))));
-    results.extend(db2.iter().map(|db2| (Output::Db2, Stored::of(db2))));
-    if let Some(RouterGradients { dlogits, drouter_w, drouter_b }) = router {
-        results.insert(Output::Dlogits, Stored::of(dlogits));
-        results.insert(Output::DrouterW, Stored::of(drouter_w));
-        results.extend(drouter_b.iter().map(|drouter_b| (Output::DrouterB, Stored::of(drouter_b))));
-    }
-    if let Some(BackwardIntermediates { dh, a_prime, dx_expanded }) = &intermediates {
-        results.extend([
-            (Output::Dh, Stored::of(dh)),
-            (Output::APrime, Stored::of(a_prime)),
-            (Output::DxExpanded, Stored::of(dx_expanded)),
-        ]);
-    }
+    results.extend(pass.backward(problem.dout(), record)?.results());
     Ok(Outcome { routing: pass.routing().clone(), results, ledger: pass.kept() })
 }

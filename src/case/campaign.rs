@@ -7,8 +7,9 @@ use proptest::strategy::ValueTree;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use super::strategy::{self, Limits};
-use super::{Case, Class, Pairing};
+use super::{Case, Class, Pairing, Scale};
 use crate::activation::Activation;
+use crate::element::DType;
 use crate::shape::Shape;
 
 /// What a user holds fixed; the rest is drawn.
@@ -40,6 +41,39 @@ pub fn case(seed: u64, index: u64, limits: Limits, fixed: Fixed) -> Case {
         },
     );
     draw(&strategy, seed, index)
+}
+
+/// The case of the exact regime that goes with case `index`: one in four has one. Given routing, and
+/// sizes that the regime holds for; fine scores only for bf16.
+///
+/// With a fixed shape or activation that the regime does not hold for,
+/// [`Case::problem`] refuses the case.
+pub fn exact_case(seed: u64, index: u64, limits: Limits, fixed: Fixed, storage: DType) -> Option<Case> {
+    if index % 4 != 3 || storage == DType::F64 {
+        return None;
+    }
+    let shapes = match fixed.shape {
+        Some(shape) => Just(shape).boxed(),
+        None => {
+            strategy::shape(limits).prop_map(|shape| Shape { d: shape.d.max(8), n: shape.n.max(8), ..shape }).boxed()
+        }
+    };
+    let cases = shapes.prop_flat_map(|shape| {
+        let given =
+            strategy::pairing(shape).prop_filter("a router", |pairing| !matches!(pairing, Pairing::Router { .. }));
+        given.prop_map(move |pairing| paired(shape, pairing))
+    });
+    let cases = (cases, any::<[bool; 2]>(), strategy::activation(), any::<u64>()).prop_map(
+        move |(case, [biases, fine], activation, seed)| {
+            let Shape { d, n, e, k, .. } = case.shape;
+            let pairs = if case.pairing == Pairing::TopK { k } else { e };
+            let fine = fine && storage == DType::BF16 && pairs <= 4 && n <= 2 * d;
+            let scale = if fine { Scale::ExactFineScores } else { Scale::Exact };
+            Case { biases, scale, activation: fixed.activation.unwrap_or(activation), seed, ..case }
+        },
+    );
+    // Another stream than that of case `index`.
+    Some(draw(&cases, seed, index ^ 1 << 63))
 }
 
 fn class_of(index: u64) -> Option<Class> {

@@ -7,6 +7,7 @@
 pub mod campaign;
 mod draw;
 mod exact;
+pub mod museum;
 pub mod strategy;
 pub mod table;
 

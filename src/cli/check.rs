@@ -1,6 +1,5 @@
 //! `sonicmoe check`: the results in a file against the f64 truth of the file's own inputs.
 
-mod impostor;
 mod json;
 mod text;
 mod trial;

@@ -7,16 +7,22 @@
 //! | [`statistic`] | is it within what a correct engine does not exceed on random data? |
 //! | [`exact`] | is it, bit for bit, the only value that exact sums leave? |
 //! | [`mod@judge`] | how far is a result from its truth, where, and would an error have been seen? |
+//! | [`vacuity`] | would a wrong result have passed? |
 //! | [`memory`] | what does each system keep? |
+//! | [`buffers`] | is every element written, and nothing else? |
+//! | [`indices`] | does every index fit its type? |
 //! | [`verdict`] | what does it all amount to? |
 
 pub mod bound;
+pub mod buffers;
 pub mod cluster;
 pub mod exact;
+pub mod indices;
 pub mod judge;
 pub mod kernel;
 pub mod memory;
 pub mod statistic;
+pub mod vacuity;
 pub mod verdict;
 
 pub use cluster::Cluster;

@@ -14,6 +14,12 @@ pub enum Section {
     Kernel,
     /// Each result of the layer is within what a correct engine cannot exceed.
     Layer,
+    /// Every bit is the only one that exact sums leave.
+    ExactRegime,
+    /// What changes a problem changes its results in a known way.
+    Laws,
+    /// Problems that exposed public bugs.
+    Museum,
     /// Claims without a tolerance.
     Exact,
 }
@@ -25,6 +31,9 @@ impl Section {
             Self::Agreement => "Standard autograd (keeps Y) and SonicMoE's closed form agree, both in f64",
             Self::Kernel => "Each kernel is right, from what it really read",
             Self::Layer => "Each result of the whole layer is within its a-priori bound",
+            Self::ExactRegime => "Exact regime: bitwise, whatever the order of summation",
+            Self::Laws => "Laws: a changed problem changes its results in the known way, bit for bit on exact sums",
+            Self::Museum => "Museum: the smallest problems that exposed public bugs",
             Self::Exact => "Without any tolerance",
         }
     }

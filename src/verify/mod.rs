@@ -6,16 +6,26 @@
 //!                 └─ SonicMoE, storage type ───▶ examine: kernels, layer, exact claims
 //! ```
 //!
-//! [`examine`] judges one engine on one problem and is what any other engine (a GPU, one's own)
-//! is fed to; [`campaign()`] draws the problems and adds the findings up, claim by claim.
+//! [`examine`] judges one engine on one problem; [`suite()`] feeds an engine (a GPU, one's own) to
+//! everything there is; [`campaign()`] draws the problems and adds the findings up, claim by claim.
 
 mod agreement;
 mod claim;
+mod exact;
 mod examine;
+mod function;
+mod laws;
+mod museum;
+mod suite;
 
 pub use agreement::agreement;
 pub use claim::{Claim, Finding, Section, Tally};
+pub use exact::exact_regime;
 pub use examine::{Examination, examine};
+pub use function::{FunctionEngine, Layer};
+pub use laws::laws;
+pub use museum::{Skipped, museum, show};
+pub use suite::{Report, suite};
 
 use std::collections::BTreeMap;
 
@@ -28,7 +38,7 @@ use crate::case::{Case, Class};
 use crate::element::{DType, Element};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::oracle::Verdict;
+use crate::oracle::{self, Verdict};
 use crate::sonic::cpu::CpuEngine;
 use crate::sonic::gpu::GpuEngine;
 
@@ -78,7 +88,6 @@ impl Findings {
     }
 
     fn add(&mut self, index: u64, case: &Case, examined: Vec<Finding>, classes: impl IntoIterator<Item = Class>) {
-        self.cases += 1;
         for class in classes {
             *self.classes.entry(class).or_default() += 1;
         }
@@ -117,6 +126,21 @@ impl Subject<'_> {
         }
     }
 
+    /// The case of the exact regime that goes with case `index`, and what was found on it.
+    fn exact_regime(self, of: &Campaign, index: u64) -> Result<Option<(Case, Vec<Finding>)>> {
+        let Some(case) = campaign::exact_case(of.seed, index, self.limits(), of.fixed, of.dtype) else {
+            return Ok(None);
+        };
+        let findings = match (self, of.dtype) {
+            (Self::Cpu, DType::F64) => return Ok(None),
+            (Self::Cpu, DType::F32) => exact_on::<f32>(&case, &CpuEngine::<f32>::new()),
+            (Self::Cpu, DType::BF16) => exact_on::<bf16>(&case, &CpuEngine::<f32>::new()),
+            (Self::Cpu, DType::F16) => exact_on::<f16>(&case, &CpuEngine::<f32>::new()),
+            (Self::Cuda(engine), _) => exact_on::<bf16>(&case, engine),
+        };
+        Ok(Some((case, findings?)))
+    }
+
     fn examine(self, case: &Case, dtype: DType) -> Result<(Vec<Finding>, Vec<Class>)> {
         match (self, dtype) {
             (Self::Cpu, DType::F64) => examine_on_cpu::<f64>(case, &CpuEngine::<f64>::new()),
@@ -143,12 +167,18 @@ pub fn campaign(campaign: &Campaign, subject: Subject<'_>, mut progress: impl Fn
             .into_par_iter()
             .map(|index| {
                 let case = campaign::case(campaign.seed, index, subject.limits(), campaign.fixed);
-                subject.examine(&case, campaign.dtype).map(|(findings, classes)| (index, case, findings, classes))
+                let (examined, classes) = subject.examine(&case, campaign.dtype)?;
+                let exact = subject.exact_regime(campaign, index)?;
+                Ok::<_, Error>((index, case, examined, classes, exact))
             })
             .collect();
         for examined in batch {
-            let (index, case, examined, classes) = examined?;
+            let (index, case, examined, classes, exact) = examined?;
+            findings.cases += 1;
             findings.add(index, &case, examined, classes);
+            if let Some((case, examined)) = exact {
+                findings.add(index, &case, examined, []);
+            }
         }
         progress(findings.cases);
     }
@@ -159,6 +189,16 @@ fn examine_on_cpu<S: Element>(case: &Case, engine: &dyn Engine<S>) -> Result<(Ve
     let (mut findings, classes) = examine_stored::<S>(case, engine)?;
     findings.extend(agreement(&case.problem::<f64>()?)?);
     Ok((findings, classes))
+}
+
+/// The findings of one exact case; none where the regime does not hold for what a user holds fixed, or
+/// where a sum of this case leaves it.
+fn exact_on<S: Element>(case: &Case, engine: &dyn Engine<S>) -> Result<Vec<Finding>> {
+    let Ok(problem) = case.problem::<S>() else { return Ok(Vec::new()) };
+    match oracle::exact::expected(&problem.widen(), S::DTYPE) {
+        Ok(expected) => exact::against(engine, &problem, &expected),
+        Err(_) => Ok(Vec::new()),
+    }
 }
 
 fn examine_stored<S: Element>(case: &Case, engine: &dyn Engine<S>) -> Result<(Vec<Finding>, Vec<Class>)> {

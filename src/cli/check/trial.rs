@@ -4,12 +4,11 @@ use std::collections::BTreeMap;
 
 use ndarray::ArrayD;
 
-use super::impostor;
 use crate::dump::{Chosen, Dump, Model};
 use crate::element::DType;
 use crate::engine::{Numerics, Output, Stored};
 use crate::error::Result;
-use crate::oracle::{Bounded, Judgement, Verdict, bound, judge, kernel};
+use crate::oracle::{Bounded, Judgement, Verdict, bound, judge, kernel, vacuity};
 use crate::report::number;
 
 /// One result, judged; coordinates are those of the file.
@@ -113,11 +112,12 @@ impl Trial {
     /// Lets wrong results try to pass in the place of each result of the layer.
     pub fn try_impostors(&mut self, dump: &Dump) -> Result<()> {
         let bounds = std::mem::take(&mut self.bounds);
-        let swapped = impostor::swapped_halves(&dump.problem, &self.chosen.routing, &self.numerics)?;
+        let swapped = vacuity::gate_and_up_swapped(&dump.problem, &self.chosen.routing, &self.numerics)?;
         for judged in self.judged.iter_mut().filter(|judged| judged.kernel.is_none()) {
             let output = judged.judgement.output;
             let (Some(bounded), Some(stored)) = (bounds.get(&output), dump.results.get(&output)) else { continue };
-            judged.impostors = impostor::passing(output, stored.dtype, bounded, swapped.get(&output))?;
+            let swapped = swapped.get(&output).map(|swapped| ("gate and up swapped", swapped));
+            judged.impostors = vacuity::passing(output, stored.dtype, bounded, swapped.as_slice())?;
         }
         Ok(())
     }

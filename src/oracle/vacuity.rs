@@ -1,0 +1,154 @@
+//! Vacuity: wrong results in the place of a right one. A check that lets one pass could not have failed.
+//!
+//! | impostor | a fault like it |
+//! | --- | --- |
+//! | zeros | a kernel that was never launched |
+//! | a constant | a buffer filled once |
+//! | the sign flipped | a subtraction the wrong way round |
+//! | rows shifted by one | an index that is off by one |
+//! | the previous case's output | a stale buffer |
+//! | gate and up swapped | the other layout of w1 |
+//!
+//! Results are drawn at unit scale for this reason: at 0.02, as SonicMoE's own tests have it, SwiGLU is
+//! so nearly bilinear that a swapped gate stays within every elementwise bound.
+
+use std::collections::BTreeMap;
+
+use ndarray::{ArrayD, Axis, Slice, concatenate};
+
+use super::judge::{Bounded, judge};
+use super::{Verdict, bound};
+use crate::element::DType;
+use crate::engine::{Numerics, Output, Stored};
+use crate::error::Result;
+use crate::problem::{Biases, Gating, Problem};
+use crate::routing::Routing;
+
+/// An impostor nearer to the truth than this, relative to the largest number, is the truth.
+const SAME: f64 = 1e-9;
+
+/// A wrong result, and what it is.
+pub type Impostor<'a> = (&'static str, &'a ArrayD<f64>);
+
+/// The impostors that pass for `bounded`: zeros, a constant, the sign flipped, rows shifted by one, and
+/// those of `others` that have its shape and are not the truth. `dtype` is the type that the result is
+/// stored in.
+///
+/// ```
+/// use ndarray::arr2;
+/// use sonicmoe::DType;
+/// use sonicmoe::engine::Output;
+/// use sonicmoe::oracle::{Bounded, vacuity};
+///
+/// let truth = arr2(&[[1.0, -2.0], [3.0, 0.5]]).into_dyn();
+/// let wide = Bounded { bound: truth.mapv(|_| 3.5), truth };
+/// assert_eq!(vacuity::passing(Output::O, DType::F32, &wide, &[])?, ["zeros", "rows shifted by one"]);
+/// # Ok::<(), sonicmoe::Error>(())
+/// ```
+///
+/// # Errors
+/// A bound of another shape than its truth.
+pub fn passing(output: Output, dtype: DType, bounded: &Bounded, others: &[Impostor<'_>]) -> Result<Vec<&'static str>> {
+    let truth = &bounded.truth;
+    let constant = if truth.is_empty() { 0.0 } else { (truth.mapv(|v| v * v).sum() / truth.len() as f64).sqrt() };
+    let constant = if constant == 0.0 { 1.0 } else { constant };
+    let mut impostors = vec![
+        ("zeros", ArrayD::zeros(truth.shape())),
+        ("a constant", ArrayD::from_elem(truth.shape(), constant)),
+        ("the sign flipped", truth.mapv(|value| -value)),
+        ("rows shifted by one", shifted(truth)),
+    ];
+    let fitting = others.iter().filter(|(_, values)| values.shape() == truth.shape());
+    impostors.extend(fitting.map(|&(name, values)| (name, values.clone())));
+    let scale = truth.fold(0.0f64, |largest, value| largest.max(value.abs()));
+    let mut passing = Vec::new();
+    for (name, values) in impostors {
+        let differs = values.iter().zip(truth).any(|(a, b)| (a - b).abs() > SAME * scale);
+        let values = values.mapv(|value| dtype.round(value));
+        if differs && judge(output, &Stored { dtype, values }, bounded)?.passes() {
+            passing.push(name);
+        }
+    }
+    Ok(passing)
+}
+
+/// Vacuous if an impostor passes, else a pass.
+pub fn verdict(passing: &[&'static str]) -> Verdict {
+    if passing.is_empty() { Verdict::Pass } else { Verdict::Vacuous }
+}
+
+fn shifted(truth: &ArrayD<f64>) -> ArrayD<f64> {
+    if truth.len_of(Axis(0)) < 2 {
+        return truth.clone();
+    }
+    let tail = truth.slice_axis(Axis(0), Slice::from(1..));
+    let head = truth.slice_axis(Axis(0), Slice::from(..1));
+    concatenate(Axis(0), &[tail, head]).unwrap_or_else(|_| truth.clone())
+}
+
+/// What an engine computes that takes gate rows for up rows and the other way round: results of the
+/// layer in the order of the file's rows. Empty without a gate.
+///
+/// # Errors
+/// As [`bound::layer`].
+pub fn gate_and_up_swapped(
+    problem: &Problem<'_, f64>,
+    routing: &Routing,
+    numerics: &Numerics,
+) -> Result<BTreeMap<Output, ArrayD<f64>>> {
+    if !problem.activation().gated() {
+        return Ok(BTreeMap::new());
+    }
+    let order: Vec<usize> = (0..problem.h_width()).map(|row| row ^ 1).collect();
+    let swapped = Problem::new(
+        problem.x(),
+        problem.w1().select(Axis(1), &order),
+        problem.w2(),
+        problem.b1().zip(problem.b2()).map(|(b1, b2)| Biases { b1: b1.select(Axis(1), &order).into(), b2: b2.into() }),
+        Gating::borrowed(problem.gating()),
+        problem.activation(),
+        problem.dout(),
+    )?;
+    let bounds = bound::layer(&swapped, routing, numerics)?;
+    let results = bounds.into_iter().map(|(output, Bounded { truth, .. })| match output {
+        Output::Dw1 | Output::Db1 | Output::H | Output::Dh => (output, truth.select(Axis(1), &order)),
+        _ => (output, truth),
+    });
+    Ok(results.collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ndarray::arr2;
+
+    fn passing_under(bound: f64, others: &[Impostor<'_>]) -> Vec<&'static str> {
+        let truth = arr2(&[[1.0, -2.0], [3.0, 0.5]]).into_dyn();
+        let bounded = Bounded { bound: truth.mapv(|_| bound), truth };
+        passing(Output::O, DType::F32, &bounded, others).unwrap()
+    }
+
+    #[test]
+    fn a_wide_bound_lets_impostors_pass_and_a_narrow_one_none() {
+        assert_eq!(verdict(&passing_under(0.01, &[])), Verdict::Pass);
+        assert_eq!(passing_under(3.5, &[]), ["zeros", "rows shifted by one"]);
+        assert_eq!(verdict(&passing_under(3.5, &[])), Verdict::Vacuous);
+    }
+
+    #[test]
+    fn a_stale_output_passes_only_where_the_bound_is_wide_and_only_if_it_has_the_shape() {
+        let stale = arr2(&[[2.0, -1.0], [2.0, 1.5]]).into_dyn();
+        let other_shape = arr2(&[[2.0, -1.0]]).into_dyn();
+        let others = [("the previous case's output", &stale), ("of another case", &other_shape)];
+        assert!(passing_under(0.9, &others).is_empty());
+        assert_eq!(passing_under(1.1, &others), ["the previous case's output"]);
+    }
+
+    #[test]
+    fn the_truth_itself_is_no_impostor() {
+        let zeros = ArrayD::zeros(vec![3, 2]);
+        let bounded = Bounded { truth: zeros.clone(), bound: zeros.clone() };
+        let itself = [("the previous case's output", &zeros)];
+        assert!(passing(Output::Dw1, DType::BF16, &bounded, &itself).unwrap().is_empty());
+    }
+}
