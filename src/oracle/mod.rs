@@ -5,6 +5,8 @@
 //! | [`kernel`] | is each kernel right, given what it really read? |
 //! | [`bound`] | is each result of the layer within what a correct engine cannot exceed? |
 //! | [`statistic`] | is it within what a correct engine does not exceed on random data? |
+//! | [`bias`] | do its errors lean to one side, or towards a known fault? |
+//! | [`energy`] | is it of another kind altogether? |
 //! | [`exact`] | is it, bit for bit, the only value that exact sums leave? |
 //! | [`mod@judge`] | how far is a result from its truth, where, and would an error have been seen? |
 //! | [`vacuity`] | would a wrong result have passed? |
@@ -13,9 +15,11 @@
 //! | [`indices`] | does every index fit its type? |
 //! | [`verdict`] | what does it all amount to? |
 
+pub mod bias;
 pub mod bound;
 pub mod buffers;
 pub mod cluster;
+pub mod energy;
 pub mod exact;
 pub mod indices;
 pub mod judge;

@@ -1,5 +1,6 @@
 //! Bounds hold for correct engines and fail for faults.
 
+mod bias;
 pub mod naive;
 mod sharpness;
 

@@ -1,0 +1,206 @@
+//! Errors of one sign: correct engines have none beyond λ, in any type and order of summation, and
+//! faults that every element alone lets pass have them.
+
+use std::collections::BTreeMap;
+
+use half::{bf16, f16};
+use ndarray::{ArrayD, Axis};
+use proptest::prelude::*;
+use sonicmoe::case::strategy::any_case;
+use sonicmoe::case::{Case, Scale};
+use sonicmoe::engine::{Numerics, Output, Results, Stored};
+use sonicmoe::oracle::bias::{Bias, Twin};
+use sonicmoe::oracle::{bound, judge};
+use sonicmoe::problem::{Biases, Problem};
+use sonicmoe::routing::Routing;
+use sonicmoe::sonic::cpu::CpuEngine;
+use sonicmoe::{Activation, Element, Engine, Record, run};
+
+use super::{LIMITS, LIMITS_OF_ENGINES, UNIT, arithmetic, config, naive, problem_of};
+
+/// What is biased of `results`: signed in any group, or directed towards one of `wrong`.
+fn biased(twin: &Twin, results: &Results, wrong: &[BTreeMap<Output, ArrayD<f64>>]) -> Vec<String> {
+    let mut biased = Vec::new();
+    for (&output, stored) in results.iter().filter(|(output, _)| Output::RESULTS.contains(output)) {
+        for (group, bias) in twin.signed(output, stored).unwrap().into_iter().filter(|(_, bias)| !bias.passes()) {
+            biased.push(format!("{output}, {group}: {bias:?}"));
+        }
+        for wrong in wrong.iter().filter_map(|wrong| wrong.get(&output)) {
+            let bias = twin.directed(output, stored, wrong).unwrap().unwrap_or_default();
+            if !bias.passes() {
+                biased.push(format!("{output}, directed: {bias:?}"));
+            }
+        }
+    }
+    biased
+}
+
+/// Other results of the right shapes: tokens or experts shifted by one, and every second column doubled.
+fn wrong(twin: &Twin) -> Vec<BTreeMap<Output, ArrayD<f64>>> {
+    let each = |change: fn(&ArrayD<f64>) -> ArrayD<f64>| {
+        Output::RESULTS.iter().filter_map(|&output| Some((output, change(twin.truth(output)?)))).collect()
+    };
+    let shifted = |truth: &ArrayD<f64>| {
+        let length = truth.len_of(Axis(0));
+        truth.select(Axis(0), &(0..length).map(|index| (index + 1) % length).collect::<Vec<_>>())
+    };
+    let stripes = |truth: &ArrayD<f64>| {
+        let mut stripes = truth.clone();
+        stripes.iter_mut().step_by(2).for_each(|value| *value *= 2.0);
+        stripes
+    };
+    vec![each(shifted), each(stripes)]
+}
+
+fn no_bias(
+    problem: &Problem<'_, f64>,
+    routing: &Routing,
+    results: &Results,
+    numerics: &Numerics,
+) -> Result<(), TestCaseError> {
+    let twin = Twin::new(problem, routing, numerics).unwrap();
+    let found = biased(&twin, results, &wrong(&twin));
+    prop_assert!(found.is_empty(), "{found:?}");
+    Ok(())
+}
+
+fn cpu_has_no_bias<S: Element>(case: &Case, engine: &dyn Engine<S>) -> Result<(), TestCaseError> {
+    let problem = case.problem::<S>().unwrap();
+    let outcome = run(engine, &problem, Record::Results).unwrap();
+    no_bias(&problem.widen(), &outcome.routing, &outcome.results, &engine.numerics())
+}
+
+proptest! {
+    #![proptest_config(config(200))]
+
+    #[test]
+    fn no_correct_engine_is_biased(case in any_case(LIMITS), numerics in arithmetic()) {
+        let (problem, routing) = problem_of(&case, &numerics, UNIT);
+        let results = naive(&problem, &routing, numerics, case.seed);
+        no_bias(&problem, &routing, &results, &numerics)?;
+    }
+}
+
+proptest! {
+    #![proptest_config(config(30))]
+
+    #[test]
+    fn the_cpu_engine_is_not_biased_in_any_type(case in any_case(LIMITS_OF_ENGINES)) {
+        cpu_has_no_bias::<bf16>(&case, &CpuEngine::<f32>::default())?;
+        cpu_has_no_bias::<f16>(&case, &CpuEngine::<f32>::default())?;
+        cpu_has_no_bias::<f32>(&case, &CpuEngine::<f32>::default())?;
+        cpu_has_no_bias::<f64>(&case, &CpuEngine::<f64>::default())?;
+    }
+}
+
+/// A case's problem, what the CPU engine makes of it in bf16, and its twin.
+struct Made {
+    problem: Problem<'static, bf16>,
+    results: Results,
+    twin: Twin,
+    bounds: BTreeMap<Output, sonicmoe::oracle::Bounded>,
+}
+
+fn made(scale: Scale) -> Made {
+    let case = Case { scale, ..Case::new("512,32,128,6,2".parse().unwrap()).with_seed(3) };
+    let problem = case.problem::<bf16>().unwrap();
+    let engine = CpuEngine::<f32>::new();
+    let outcome = run(&engine, &problem, Record::Results).unwrap();
+    let (wide, numerics) = (problem.widen(), Engine::<bf16>::numerics(&engine));
+    let twin = Twin::new(&wide, &outcome.routing, &numerics).unwrap();
+    let bounds = bound::layer(&wide, &outcome.routing, &numerics).unwrap();
+    Made { problem, results: outcome.results, twin, bounds }
+}
+
+/// The problem with gate and up rows of w1 swapped.
+fn swapped<S: Element>(problem: &Problem<'_, S>) -> Problem<'static, S> {
+    let order: Vec<usize> = (0..problem.h_width()).map(|row| row ^ 1).collect();
+    Problem::new(
+        problem.x().to_owned(),
+        problem.w1().select(Axis(1), &order),
+        problem.w2().to_owned(),
+        None::<Biases<S>>,
+        match problem.gating() {
+            sonicmoe::Gating::Router(router) => sonicmoe::Gating::Router(sonicmoe::problem::Router {
+                w: router.w.to_owned().into_owned().into(),
+                b: None,
+                ..*router
+            }),
+            sonicmoe::Gating::Given { .. } => unreachable!("the case has a router"),
+        },
+        Activation::SwiGlu,
+        problem.dout().to_owned(),
+    )
+    .unwrap()
+}
+
+/// What a layer with gate and up swapped gives; the rows of dw1 stand where the right layer has them.
+fn of_swapped<S: Element>(engine: &dyn Engine<S>, problem: &Problem<'_, S>) -> Results {
+    let problem = swapped(problem);
+    let mut results = run(engine, &problem, Record::Results).unwrap().results;
+    let order: Vec<usize> = (0..problem.h_width()).map(|row| row ^ 1).collect();
+    let dw1 = results.get_mut(&Output::Dw1).unwrap();
+    dw1.values = dw1.values.select(Axis(1), &order).as_standard_layout().into_owned();
+    results
+}
+
+#[test]
+fn a_gate_swapped_at_scale_0_02_is_inside_every_bound_and_far_beyond_the_directed_limit() {
+    let Made { problem, results, twin, bounds } = made(Scale::Small);
+    let faulty = of_swapped(&CpuEngine::<f32>::new(), &problem);
+    let wrong = of_swapped(&CpuEngine::<f64>::new(), &problem.widen());
+    let mut seen = 0;
+    for output in [Output::O, Output::Dx, Output::Dw1, Output::Dw2] {
+        let directed = |results: &Results| -> Bias {
+            twin.directed(output, &results[&output], &wrong[&output].values).unwrap().unwrap()
+        };
+        assert!(judge(output, &faulty[&output], &bounds[&output]).unwrap().passes(), "{output} leaves its bound");
+        let (right, fault) = (directed(&results), directed(&faulty));
+        assert!(right.passes(), "{output}: {right:?}");
+        // β of the faulty run is 1 but for its own roundings.
+        assert!((fault.beta - 1.0).abs() < 0.5, "{output}: {fault:?}");
+        eprintln!("{output}: correct {right:?}, swapped {fault:?}");
+        seen += usize::from(!fault.passes());
+    }
+    assert!(seen >= 3, "only {seen} of 4 results show the swap");
+}
+
+#[test]
+fn a_scale_error_of_one_and_a_half_percent_is_a_signed_bias_of_that_size() {
+    for scale in [Scale::Unit, Scale::Small] {
+        let Made { results, twin, .. } = made(scale);
+        for output in [Output::O, Output::Dx, Output::Dw1, Output::Dw2] {
+            let stored = &results[&output];
+            let scaled = Stored { values: stored.values.mapv(|value| stored.dtype.round(1.015 * value)), ..*stored };
+            let whole = |stored: &Stored| twin.signed(output, stored).unwrap()[0].1;
+            let (right, fault) = (whole(stored), whole(&scaled));
+            assert!(right.passes(), "{output}, {scale:?}: {right:?}");
+            assert!(!fault.passes() && (fault.beta - 0.015).abs() < 0.003, "{output}, {scale:?}: {fault:?}");
+            eprintln!("{output}, {scale:?}: correct {right:?}, scaled {fault:?}");
+        }
+    }
+}
+
+#[test]
+fn one_scaled_expert_is_found_by_its_index_and_a_tile_of_columns_by_its_range() {
+    let Made { results, twin, .. } = made(Scale::Unit);
+    let mut expert = results[&Output::Dw1].clone();
+    expert.values.index_axis_mut(Axis(0), 4).mapv_inplace(|value| 1.1 * value);
+    let worst = |output, stored: &Stored| {
+        let groups = twin.signed(output, stored).unwrap();
+        groups.into_iter().max_by(|(_, a), (_, b)| a.z.total_cmp(&b.z)).unwrap().0.to_string()
+    };
+    assert_eq!(worst(Output::Dw1, &expert), "index 4");
+    let mut columns = results[&Output::O].clone();
+    columns.values.slice_axis_mut(Axis(1), (32..48).into()).mapv_inplace(|value| 1.1 * value);
+    assert_eq!(worst(Output::O, &columns), "columns 32..48");
+}
+
+#[test]
+fn a_number_that_is_none_is_no_small_bias() {
+    let Made { results, twin, .. } = made(Scale::Unit);
+    let mut stored = results[&Output::O].clone();
+    stored.values[[5, 5]] = f64::NAN;
+    let whole = twin.signed(Output::O, &stored).unwrap()[0].1;
+    assert!(whole.beta.is_nan() && !whole.passes());
+}
