@@ -263,3 +263,16 @@ fn an_eager_f16_layer_whose_numbers_overflow_and_flush_is_within_its_bounds() {
         Numerics { flushes_denormals: true, ..numerics(DType::F16, RoundingModel::Eager, RouterRounding::TensorType) };
     naive_engine_is_within(&case, numerics, Numbers { exponents: [10, 3, 0, 11], binades: 6 }).unwrap();
 }
+
+/// In f64 itself dx̃ of 10⁻³⁰⁷ is a normal number, and γ times each of its terms is none: the
+/// 124,065th case of a long run.
+#[test]
+fn a_radius_that_underflows_term_by_term_is_summed_first() {
+    let case = Case {
+        activation: Activation::ReluSquared,
+        pairing: Pairing::Router { convention: Convention::SoftmaxOverTopK, load: Load::Uniform },
+        ..Case::new("7,8,3,5,4".parse().unwrap()).with_biases().with_seed(692339044195718893)
+    };
+    let numerics = numerics(DType::F64, RoundingModel::Fused, RouterRounding::Score);
+    naive_engine_is_within(&case, numerics, Numbers { exponents: [7, 3, 11, 2], binades: 6 }).unwrap();
+}

@@ -2,7 +2,8 @@
 //!
 //! Every grouped product of the fused model has one exact operand (an input of the layer), so the
 //! radius costs one product more: with B exact,
-//! Σ E_a|b| + γ Σ (|a| + E_a)|b| = (γ|A| + (1 + γ)E_A)·|B|.
+//! Σ E_a|b| + γ Σ (|a| + E_a)|b| = γ·(|A| + (1 + γ)/γ·E_A)·|B|.
+//! γ comes last: γ|a| may underflow in f64 where a·b does not.
 
 use ndarray::{
     Array, Array1, Array2, Array3, ArrayView1, ArrayView2, ArrayViewMut2, Axis, Dimension, Ix1, Ix2, Ix3, Zip,
@@ -115,10 +116,10 @@ impl Arithmetic {
         let terms = a.mid.ncols() + usize::from(addend.is_some());
         let gamma = self.accumulate.gamma(terms);
         let mut mid = a.mid.dot(&b);
-        let mut rad = match self.measure {
+        let mut magnitude = match self.measure {
             Measure::Worst => {
-                let weight =
-                    Zip::from(&a.mid).and(&a.rad).map_collect(|mid, rad| gamma * mid.abs() + (1.0 + gamma) * rad);
+                let lift = (1.0 + gamma) / gamma;
+                let weight = Zip::from(&a.mid).and(&a.rad).map_collect(|mid, rad| mid.abs() + lift * rad);
                 weight.dot(&b.mapv(f64::abs))
             }
             Measure::Deviation => {
@@ -130,11 +131,11 @@ impl Arithmetic {
         if let Some(addend) = addend {
             mid += &addend;
             match self.measure {
-                Measure::Worst => rad += &addend.mapv(|b| gamma * b.abs()),
-                Measure::Deviation => rad += &addend.mapv(|b| self.deviation_of_sum(terms) * b * b),
+                Measure::Worst => magnitude += &addend.mapv(f64::abs),
+                Measure::Deviation => magnitude += &addend.mapv(|b| self.deviation_of_sum(terms) * b * b),
             }
         }
-        self.finish(Balls { mid, rad }, terms)
+        self.finish(Balls { mid, rad: magnitude }, terms)
     }
 
     /// A·B with both operands inexact: one product more for (|A| + E_A)·E_B.
@@ -143,9 +144,10 @@ impl Arithmetic {
         let mut product = self.matrix_product(a, b.mid.view(), None);
         match self.measure {
             Measure::Worst => {
-                let factor = 1.0 + self.accumulate.gamma(terms);
-                let weight = Zip::from(&a.mid).and(&a.rad).map_collect(|mid, rad| factor * (mid.abs() + rad));
-                product.rad += &weight.dot(&b.rad);
+                let gamma = self.accumulate.gamma(terms);
+                let lift = (1.0 + gamma) / gamma;
+                let weight = Zip::from(&a.mid).and(&a.rad).map_collect(|mid, rad| lift * (mid.abs() + rad));
+                product.rad.scaled_add(gamma, &weight.dot(&b.rad));
             }
             Measure::Deviation => {
                 let weight = Zip::from(&a.mid).and(&a.rad).map_collect(|mid, rad| mid * mid + rad * rad);
@@ -163,17 +165,16 @@ impl Arithmetic {
     }
 
     /// What holds of every product: terms that underflow, sums that overflow, unknown terms times 0.
+    /// The radius holds Σ|a||b| with the operands' errors, or what the deviations' squares add up to.
     fn finish(&self, mut product: Balls2, terms: usize) -> Balls2 {
-        let underflow = 2.0 * terms as f64 * self.accumulate.underflow;
-        // The radius holds γΣ|a||b|, so it tells the magnitude of the sum, generously.
-        let gamma = self.accumulate.gamma(terms);
-        let overflow = self.accumulate.largest * gamma;
-        let scale = self.deviation_of_sum(terms).sqrt();
-        product.rad.mapv_inplace(|rad| match self.measure {
-            _ if rad.is_nan() => f64::INFINITY,
-            Measure::Worst if rad > overflow => f64::INFINITY,
-            Measure::Worst => rad + underflow.min(rad / gamma),
-            Measure::Deviation => rad.sqrt() + underflow.min(rad.sqrt() / scale),
+        // By each product of the engine and of the truth, and by γ times the sum.
+        let underflow = (2 * terms + 1) as f64 * self.accumulate.underflow;
+        let (gamma, scale) = (self.accumulate.gamma(terms), self.deviation_of_sum(terms).sqrt());
+        product.rad.mapv_inplace(|sum| match self.measure {
+            _ if sum.is_nan() => f64::INFINITY,
+            Measure::Worst if sum > self.accumulate.largest => f64::INFINITY,
+            Measure::Worst => known(gamma * sum + underflow.min(sum)),
+            Measure::Deviation => sum.sqrt() + underflow.min(sum.sqrt() / scale),
         });
         product
     }
