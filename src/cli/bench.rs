@@ -34,8 +34,8 @@ Examples:
 
 Everything runs in turn, once to warm up and then `--runs` times; the medians are shown. GFLOP/s
 counts the 18·R·n·d operations (R = T·K) of forward's and backward's products, whatever else a
-layer does. Plain products are six dense ones of as many operations, through faer, which SonicMoE
-multiplies with too, on as many threads. Other work on the machine makes all of it slower: `share`,
+layer does. Plain products are six dense ones of as many operations, through the gemm crate, which
+SonicMoE multiplies with too, on as many threads. Other work on the machine makes all of it slower: `share`,
 SonicMoE's GFLOP/s over those of plain products, is what can be compared.")]
 pub struct BenchArgs {
     /// T,d,n,E,K: tokens, model width, expert width, experts, experts per token
