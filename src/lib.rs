@@ -24,7 +24,7 @@
 //! 4. **Routing is certified** without calling the code that made it: [`routing::certificate`],
 //!    [`routing::rounding::certificate`].
 //! 5. **The checks could have failed.** Every judgement states its floor, the smallest uniform
-//!    relative error that it would have seen, and wrong results are shown to fail.
+//!    relative error that it would have seen; [`mod@score`] plants bugs ([`mod@mutant`]) and lists who notices.
 //!
 //! # How to read the crate
 //!
@@ -41,6 +41,7 @@
 //!   has the same name in `sonic::cpu`, in `sonic::gpu` and in the folder `kernels`.
 //! * [`oracle`]: judges; imports no engine. [`case`] draws problems, [`verify`] feeds them to an
 //!   engine and its results to the oracles, [`dump`] reads runs of other implementations.
+//! * [`mod@mutant`] and [`mod@score`]: planted bugs, and which oracle catches them.
 //!
 //! # Check an engine of one's own
 //!
@@ -75,11 +76,13 @@ pub mod element;
 pub mod engine;
 pub mod error;
 pub mod layout;
+pub mod mutant;
 pub mod oracle;
 pub mod problem;
 pub mod reference;
 pub mod report;
 pub mod routing;
+pub mod score;
 pub mod shape;
 pub mod sonic;
 pub mod verify;
@@ -89,6 +92,7 @@ pub use element::{DType, Element, Real};
 pub use engine::{Engine, Pass, Record, run};
 pub use error::{Error, ErrorClass, Result};
 pub use layout::GateLayout;
+pub use mutant::Mutant;
 pub use problem::{Biases, Gating, Problem, Router};
 pub use routing::Convention;
 pub use shape::{ExpertId, Shape, TokenId};

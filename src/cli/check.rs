@@ -12,10 +12,11 @@ use clap::Args;
 use crate::activation::Activation;
 use crate::cli::{Console, written};
 use crate::dump::{Dump, GatingKind, Model, Overrides};
-use crate::engine::Output;
+use crate::engine::{Numerics, Output};
 use crate::error::{Error, Result};
 use crate::layout::GateLayout;
 use crate::oracle::Verdict;
+use crate::routing::Routing;
 use trial::Trial;
 
 /// Checks the outputs and gradients that any MoE implementation wrote to a file.
@@ -147,6 +148,16 @@ impl Checked {
     pub fn faults(&self) -> Vec<(Output, Verdict)> {
         let faults = self.trial.judged.iter().map(|judged| (judged.judgement.output, judged.verdict()));
         faults.filter(|(_, verdict)| *verdict != Verdict::Pass).collect()
+    }
+
+    /// The routing that the last trial judged by.
+    pub(crate) fn routing(&self) -> &Routing {
+        &self.trial.chosen.routing
+    }
+
+    /// The arithmetic that it took for granted.
+    pub(crate) fn numerics(&self) -> Numerics {
+        self.trial.numerics
     }
 
     /// The report for people.

@@ -4,8 +4,10 @@ pub mod bench;
 pub mod check;
 mod console;
 pub mod doctor;
+pub mod explain;
 pub mod generate;
 pub mod memory;
+pub mod score;
 pub mod verify;
 
 pub use console::Console;
@@ -32,8 +34,10 @@ const AFTER_HELP: &str = "\
 Examples:
   sonicmoe verify                                 does SonicMoE compute what plain autograd computes?
   sonicmoe check run.safetensors                  is this run of somebody's MoE layer right?
+  sonicmoe explain run.safetensors                which known bug makes it wrong?
   sonicmoe gen --shape 256,128,64,8,2 run.safetensors   inputs, to run one's own layer on
   sonicmoe memory --shape 24576,1536,256,128,8    what does a layer keep for its backward?
+  sonicmoe score                                  which check catches which planted bug?
   sonicmoe bench                                  how fast is the layer on this machine's CPU?
   sonicmoe doctor                                 what can this machine run?
 
@@ -46,6 +50,8 @@ enum Command {
     Check(check::CheckArgs),
     Gen(generate::GenArgs),
     Memory(memory::MemoryArgs),
+    Explain(explain::ExplainArgs),
+    Score(score::ScoreArgs),
     Bench(bench::BenchArgs),
     /// Says what this machine allows: driver, device, NVRTC, cuBLAS
     Doctor(doctor::Doctor),
@@ -70,6 +76,8 @@ fn run(command: &Command, console: &Console, out: &mut dyn Write) -> Verdict {
         Command::Check(args) => check::check(args, console, out),
         Command::Gen(args) => generate::generate(args, out).map(|()| Verdict::Pass),
         Command::Memory(args) => written(out.write_all(memory::memory(args).as_bytes())).map(|()| Verdict::Pass),
+        Command::Explain(args) => explain::run(args, out),
+        Command::Score(args) => score::run(args, out),
         Command::Bench(args) => {
             bench::bench(args).and_then(|text| written(out.write_all(text.as_bytes()))).map(|()| Verdict::Pass)
         }

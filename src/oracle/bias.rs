@@ -30,6 +30,7 @@
 //! numbers are independent and of mean 0. That holds for **random data** and not, for example, where
 //! all tokens are identical; then this module rejects correct engines, so it stands beside the bounds.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
@@ -44,6 +45,9 @@ use crate::engine::{Numerics, Output, RoundingModel, RouterRounding, Stored};
 use crate::error::{Error, Result};
 use crate::problem::{Gating, Problem};
 use crate::routing::Routing;
+
+/// A result nearer to the truth than this, relative to the largest number, is the truth.
+const SAME: f64 = 1e-9;
 
 /// Columns that a tile holds: [`Group::Columns`] and [`Group::Rows`] are of this width.
 const TILE: usize = 16;
@@ -206,7 +210,7 @@ impl Twin {
         if rows > 1 {
             groups.extend(tiles(rows).map(|tile| (Group::Rows(tile.clone()), [0..first, tile, 0..columns])));
         }
-        Ok(groups.into_iter().map(|(group, ranges)| (group, errors.along(errors.truth, ranges))).collect())
+        Ok(groups.into_iter().map(|(group, ranges)| (group, errors.along(&errors.truth, ranges))).collect())
     }
 
     /// The bias of a result towards `wrong`, a known wrong result; none without a truth, and none
@@ -221,7 +225,8 @@ impl Twin {
             return Ok(None);
         }
         let away: Vec<f64> = wrong.iter().zip(truth).map(|(m, r)| if m.is_finite() { m - r } else { 0.0 }).collect();
-        if away.iter().all(|&away| away == 0.0) {
+        let largest = |values: &[f64]| values.iter().fold(0.0f64, |largest, value| largest.max(value.abs()));
+        if largest(&away) <= SAME * largest(&errors.truth) {
             return Ok(None);
         }
         let [first, rows, columns] = errors.shape;
@@ -242,17 +247,18 @@ impl Twin {
             [first, rows, columns] => [first, rows, columns],
             _ => return Err(Error::internal(format!("{output} has more than three axes"))),
         };
-        let in_order = |values: &'t ArrayD<f64>| {
-            values.as_slice().ok_or_else(|| Error::internal(format!("{output} is not in row-major order")))
+        let in_order = |values: &'t ArrayD<f64>| match values.as_slice() {
+            Some(values) => Cow::Borrowed(values),
+            None => Cow::Owned(values.iter().copied().collect()),
         };
         Ok(Some(Errors {
             shape,
             sharing: self.sharing[&output],
             largest: stored.dtype.largest(),
-            values: in_order(&stored.values)?,
-            truth: in_order(&random.truth)?,
-            deviation: in_order(&random.bound)?,
-            systematic: in_order(&systematic.bound)?,
+            values: in_order(&stored.values),
+            truth: in_order(&random.truth),
+            deviation: in_order(&random.bound),
+            systematic: in_order(&systematic.bound),
         }))
     }
 }
@@ -263,10 +269,10 @@ struct Errors<'t> {
     sharing: Sharing,
     /// Of the stored type: what may lie beyond it is not judged.
     largest: f64,
-    values: &'t [f64],
-    truth: &'t [f64],
-    deviation: &'t [f64],
-    systematic: &'t [f64],
+    values: Cow<'t, [f64]>,
+    truth: Cow<'t, [f64]>,
+    deviation: Cow<'t, [f64]>,
+    systematic: Cow<'t, [f64]>,
 }
 
 impl Errors<'_> {

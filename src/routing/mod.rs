@@ -8,7 +8,7 @@ pub mod certificate;
 mod metadata;
 pub mod rounding;
 pub mod scores;
-mod top_k;
+pub(crate) mod top_k;
 
 pub use metadata::Routing;
 pub use top_k::{Choice, top_k};

@@ -19,6 +19,7 @@
 
 pub mod certificate;
 mod draw;
+mod fault;
 mod ranking;
 mod rules;
 pub mod scores;
@@ -32,6 +33,7 @@ use rayon::prelude::*;
 
 use crate::element::Real;
 use crate::error::{Error, Result};
+use crate::mutant::Mutant;
 use crate::routing::scores::softmax;
 use crate::routing::{Choice, Routing, top_k};
 use crate::shape::{ExpertId, TokenId};
@@ -78,19 +80,30 @@ impl TokenRounding {
     /// M = 0, a p of another shape than (T, E) of the choice or with an entry that is not finite
     /// and ≥ 0, or more than `i32::MAX` pairs in the result.
     pub fn round<A: Real>(&self, p: ArrayView2<A>, choice: &Choice) -> Result<Rounded> {
+        self.mutated(p, choice, None)
+    }
+
+    /// [`TokenRounding::round`] with a planted bug.
+    ///
+    /// # Errors
+    /// As [`TokenRounding::round`].
+    pub fn mutated<A: Real>(&self, p: ArrayView2<A>, choice: &Choice, mutant: Option<Mutant>) -> Result<Rounded> {
         if self.tile == 0 {
             return Err(Error::size("M", 0, "tokens are rounded to multiples of at least 1"));
         }
         let scores = ranking_scores(p, choice, self.ranking)?;
         let chosen = choice.routing();
-        let candidates: Vec<_> = (0..choice.experts())
+        let mut candidates: Vec<_> = (0..choice.experts())
             .into_par_iter()
             .map(|expert| {
                 let choosers = &chosen.row_token()[chosen.rows_of_expert(ExpertId(expert as u32))];
                 ranking::candidates(scores.column(expert), choosers, self.tile)
             })
             .collect();
-        let decisions = rules::decide(self, choice.tokens(), &candidates);
+        let mut decisions = rules::decide(self, choice.tokens(), &candidates);
+        if let Some(mutant) = mutant {
+            fault::plant(mutant, &mut candidates, &mut decisions);
+        }
 
         let mut pairs: Vec<_> = candidates
             .par_iter()

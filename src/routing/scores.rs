@@ -15,6 +15,7 @@ use rayon::prelude::*;
 
 use crate::element::Real;
 use crate::error::{Error, Result};
+use crate::mutant::Mutant;
 use crate::routing::{Choice, Convention};
 
 /// The scores of the chosen experts by pair, t·K + rank, from `logits` (T, E).
@@ -69,6 +70,18 @@ pub fn backward<A: Real>(
     convention: Convention,
     ds: &[A],
 ) -> Result<Array2<A>> {
+    mutated(logits, scores, choice, convention, ds, None)
+}
+
+/// [`backward`] with a planted bug.
+pub(crate) fn mutated<A: Real>(
+    logits: ArrayView2<A>,
+    scores: &[A],
+    choice: &Choice,
+    convention: Convention,
+    ds: &[A],
+    mutant: Option<Mutant>,
+) -> Result<Array2<A>> {
     check_logits(logits, choice)?;
     let k = choice.k();
     for (tensor, length) in [("scores", scores.len()), ("ds", ds.len())] {
@@ -101,7 +114,21 @@ pub fn backward<A: Real>(
             }
         },
     );
+    match mutant {
+        Some(Mutant::SoftmaxWithoutSum) => dlogits = unbalanced(scores, choice, ds),
+        Some(Mutant::DlogitsDoubled) => dlogits.mapv_inplace(|dlogit| dlogit + dlogit),
+        _ => {}
+    }
     Ok(dlogits)
+}
+
+/// s·g on the chosen, 0 elsewhere.
+fn unbalanced<A: Real>(scores: &[A], choice: &Choice, ds: &[A]) -> Array2<A> {
+    let mut dlogits = Array2::zeros((choice.tokens(), choice.experts()));
+    for (((token, _), expert), (&s, &g)) in choice.ids().indexed_iter().zip(scores.iter().zip(ds)) {
+        dlogits[(token, expert.index())] = s * g;
+    }
+    dlogits
 }
 
 /// p (T, E), the softmax of every row of `logits`.

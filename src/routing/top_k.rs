@@ -1,10 +1,11 @@
 //! The choice of K experts per token, exact on the logits.
 
-use ndarray::{Array2, ArrayView1, ArrayView2};
+use ndarray::{Array2, ArrayView1, ArrayView2, s};
 use rayon::prelude::*;
 
 use crate::element::Real;
 use crate::error::{Error, Result};
+use crate::mutant::Mutant;
 use crate::routing::Routing;
 use crate::shape::{ExpertId, TokenId};
 
@@ -104,6 +105,15 @@ pub fn top_k<A: Real>(logits: ArrayView2<A>, k: usize) -> Result<Choice> {
             Ok(Choice { experts, ids })
         }
     }
+}
+
+/// [`top_k`] with a planted bug: ties to the larger id are those to the smaller one, counted from the end.
+pub(crate) fn mutated<A: Real>(logits: ArrayView2<A>, k: usize, mutant: Option<Mutant>) -> Result<Choice> {
+    if mutant != Some(Mutant::TieToLargerId) {
+        return top_k(logits, k);
+    }
+    let Choice { experts, ids } = top_k(logits.slice(s![.., ..;-1]), k)?;
+    Ok(Choice { experts, ids: ids.mapv(|id| ExpertId(experts as u32 - 1 - id.0)) })
 }
 
 /// 1 ≤ K ≤ E, and sizes that routing metadata can index.

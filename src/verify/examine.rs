@@ -122,7 +122,7 @@ fn kept_bytes<S: Element>(problem: &Problem<'_, S>, outcome: &Outcome) -> Findin
 }
 
 /// Weight gradients of experts without tokens are +0, bit by bit.
-fn empty_experts(outcome: &Outcome) -> Finding {
+pub(crate) fn empty_experts(outcome: &Outcome) -> Finding {
     let routing = &outcome.routing;
     let (mut judged, mut broken) = (0, Vec::new());
     for expert in (0..routing.experts()).filter(|&e| routing.rows_of_expert(ExpertId(e as u32)).is_empty()) {
@@ -134,7 +134,7 @@ fn empty_experts(outcome: &Outcome) -> Finding {
 }
 
 /// o of tokens without pairs is +0, bit by bit.
-fn pairless_tokens(outcome: &Outcome) -> Finding {
+pub(crate) fn pairless_tokens(outcome: &Outcome) -> Finding {
     let routing = &outcome.routing;
     let (mut judged, mut broken) = (0, Vec::new());
     for token in (0..routing.tokens()).filter(|&t| routing.rows_of_token(TokenId(t as u32)).is_empty()) {

@@ -22,6 +22,7 @@ pub use agreement::agreement;
 pub use claim::{Claim, Finding, Section, Tally};
 pub use exact::exact_regime;
 pub use examine::{Examination, examine};
+pub(crate) use examine::{empty_experts, pairless_tokens};
 pub use function::{FunctionEngine, Layer};
 pub use laws::laws;
 pub use museum::{Skipped, museum, show};

@@ -184,3 +184,20 @@ fn a_reader_that_leaves_early_does_not_change_the_verdict() {
     let output = child.wait_with_output().unwrap();
     assert_eq!((code(&output), String::from_utf8(output.stderr).unwrap().as_str()), (0, ""));
 }
+
+#[test]
+fn explain_names_the_cause_and_keeps_the_exit_code_of_check() {
+    let path = scratch("explained", |bytes| {
+        let range = range(bytes, "o");
+        bytes[range].fill(0);
+    });
+    let wrong = sonicmoe().args(["explain", "--json"]).arg(&path).stdin(Stdio::null()).output().unwrap();
+    assert_eq!(wrong.status.code(), Some(1));
+    let document: Value = serde_json::from_slice(&wrong.stdout).unwrap();
+    assert_eq!(document["causes"][0]["cause"], "zero o", "{document}");
+    let report = String::from_utf8(check(&[&path], &[]).stdout).unwrap();
+    assert!(report.contains(&format!("why: sonicmoe explain {}", path.display())), "{report}");
+    let right = sonicmoe().arg("explain").arg(data("hf_olmoe_bf16")).stdin(Stdio::null()).output().unwrap();
+    assert_eq!(right.status.code(), Some(0));
+    assert!(String::from_utf8(right.stdout).unwrap().contains("nothing needs explaining"));
+}

@@ -1,6 +1,7 @@
 //! Real dumps pass, wrong copies of them fail, malformed files are refused.
 
 mod edit;
+mod explained;
 mod malformed;
 mod real;
 mod round_trip;

@@ -14,3 +14,4 @@ mod kernels;
 mod laws;
 mod museum;
 mod routing;
+mod score;

@@ -71,6 +71,9 @@ pub(super) fn of_checked(checked: &Checked) -> String {
         let only: String = names.iter().map(|output| format!(" --only {output}")).collect();
         let path = dump.path.display();
         let _ = writeln!(text, "  repeat: sonicmoe check --rounding-model {}{only} {path}", trial.model);
+        if *verdict == Verdict::NumericFailure {
+            let _ = writeln!(text, "  why: sonicmoe explain {path}");
+        }
     }
     let _ = writeln!(text, "{}: {}: {verdict}\n", dump.path.display(), summary_of(checked));
     text

@@ -22,6 +22,7 @@ use rayon::prelude::*;
 
 use crate::element::Real;
 use crate::error::{Error, Result};
+use crate::mutant::Mutant;
 use crate::routing::scores::{add_softmax_gradient, forward as choice_scores, softmax, softmax_into};
 use crate::routing::{Choice, Convention, Routing};
 use crate::shape::{ExpertId, TokenId};
@@ -82,6 +83,24 @@ pub fn forward<A: Real>(
     routing: &Routing,
     semantics: KeptScores,
 ) -> Result<Vec<A>> {
+    mutated(logits, choice, routing, semantics, None)
+}
+
+/// [`forward`] with a planted bug.
+///
+/// # Errors
+/// As [`forward`].
+pub fn mutated<A: Real>(
+    logits: ArrayView2<A>,
+    choice: &Choice,
+    routing: &Routing,
+    semantics: KeptScores,
+    mutant: Option<Mutant>,
+) -> Result<Vec<A>> {
+    let semantics = match mutant {
+        Some(Mutant::RankingScores) => KeptScores::RenormalizedOverTopK,
+        _ => semantics,
+    };
     let over_top_k = check(logits, choice, routing)?;
     let p = softmax(logits)?;
     let mut scores = vec![A::zero(); routing.routed()];

@@ -41,6 +41,7 @@ pub(super) fn combine_output<S: Element, A: Real>(
                     } else {
                         Arch::new().dispatch(|| sums.iter_mut().zip(y).for_each(|(sum, &y)| *sum += score * y));
                     }
+                    roundings.apply::<S, A>(RoundingPoint::PartialO, sums);
                 }
                 A::store_slice(sums, &mut into[columns.clone()]);
             }

@@ -5,6 +5,7 @@ use rayon::prelude::*;
 
 use super::activate::{activate_with_partials, differentiate};
 use super::blocks::{COLUMNS, blocks, row_blocks, split};
+use super::fault::Fault;
 use super::intermediate::Intermediate;
 use super::matmul::{Operand, Product, Scratch, Tile, reserve};
 use super::roundings::{RoundingPoint, Roundings};
@@ -41,6 +42,7 @@ pub(super) fn down_backward_activation<S: Element, A: Real>(
     activation: Activation,
     routing: &Routing,
     roundings: Roundings,
+    fault: Fault,
 ) -> DownBackward<S, A> {
     let rows = routing.routed();
     let n = w2.len_of(Axis(2));
@@ -71,18 +73,19 @@ pub(super) fn down_backward_activation<S: Element, A: Real>(
                 let tile = Tile { product: Product::Plain, left: &left, right: &right, rows, columns: units.clone() };
                 let g = tile.sums(scratch);
                 for (row, g) in g.chunks_exact_mut(units.len()).enumerate() {
-                    let score = scores[block.rows.start + row];
+                    let [score_of_da, score_of_a_prime] = fault.scores_of_backward(scores[block.rows.start + row]);
                     let h_row = h.read(block.rows.start + row, h_units.clone(), buffer);
                     activate_with_partials(activation, h_row, a, partials);
+                    fault.partials(h_row, partials);
                     roundings.apply::<S, A>(RoundingPoint::RecomputedA, a);
                     roundings.apply::<S, A>(RoundingPoint::G, g);
                     sums[row] = g.iter().zip(&*a).fold(sums[row], |sum, (&g, &a)| sum + g * a);
 
-                    a.iter_mut().for_each(|a| *a = score * *a);
+                    a.iter_mut().for_each(|a| *a = score_of_a_prime * *a);
                     a_prime.write(row, units.start, a);
 
                     let da = g;
-                    da.iter_mut().for_each(|g| *g = score * *g);
+                    da.iter_mut().for_each(|g| *g = score_of_da * *g);
                     roundings.apply::<S, A>(RoundingPoint::DA, da);
                     differentiate(activation, da, partials);
                     dh.write(row, first, partials);

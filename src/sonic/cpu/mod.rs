@@ -20,6 +20,7 @@ mod down_backward_weight;
 mod down_bias_gradient;
 mod down_forward;
 mod engine;
+pub(super) mod fault;
 pub(super) mod intermediate;
 mod matmul;
 mod roundings;

@@ -21,6 +21,8 @@ pub enum RoundingPoint {
     Y,
     /// s·y, each term of the sum in kernel 3.
     ScoredY,
+    /// Each partial sum of o, in kernel 3.
+    PartialO,
     /// G = dout W2, inside kernel 4.
     G,
     /// A recomputed from h, inside kernel 4.
@@ -49,12 +51,13 @@ pub enum RoundingPoint {
 
 impl RoundingPoint {
     /// Every point.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 18] = [
         Self::PreActivation,
         Self::H,
         Self::A,
         Self::Y,
         Self::ScoredY,
+        Self::PartialO,
         Self::G,
         Self::RecomputedA,
         Self::DA,

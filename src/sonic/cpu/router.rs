@@ -6,12 +6,14 @@
 
 use ndarray::{Array1, Array2, ArrayView2, aview0};
 
+use super::fault::Fault;
 use super::intermediate::Intermediate;
 use super::matmul::{Operand, Product, add_bias, product};
 use super::roundings::{RoundingPoint, Roundings};
 use crate::element::{Element, Real};
 use crate::engine::{Record, RouterGradients};
 use crate::error::{Error, Result};
+use crate::mutant::Mutant;
 use crate::problem::Router;
 use crate::routing::{Choice, Convention, Routing, scores, top_k};
 
@@ -24,22 +26,28 @@ pub(in crate::sonic) struct Routed<V> {
     pub logits: Option<Array2<V>>,
 }
 
-/// Logits, choice and scores.
+/// Logits, choice (unless it is made) and scores.
 pub(in crate::sonic) fn forward<S: Element, A: Real>(
     x: ArrayView2<'_, S>,
     router: &Router<'_, S>,
+    choice: Option<&Choice>,
     record: Record,
     roundings: Roundings,
+    fault: Fault,
 ) -> Result<Routed<S::Score>> {
+    let convention = fault.convention(router.convention);
     let (x, w) = (Operand::<S, A>::Stored(x), Operand::<S, A>::Stored(router.w.view()));
     let logits: Array2<S::Score> = product(Product::RightTransposed, &x, &w, |_, first, sums| {
         add_bias(sums, router.b.as_ref().map(|b| b.view()), first);
         roundings.apply::<S, A>(RoundingPoint::Logits, sums);
     });
-    let choice = top_k(logits.view(), router.k)?;
-    let mut scores = scores::forward(logits.view(), &choice, router.convention)?;
+    let choice = match choice {
+        Some(choice) => choice.clone(),
+        None => top_k::mutated(logits.view(), router.k, fault.0)?,
+    };
+    let mut scores = scores::forward(logits.view(), &choice, convention)?;
     roundings.apply::<S, S::Score>(RoundingPoint::Scores, &mut scores);
-    let keep = router.convention == Convention::TopKOverSoftmax || record == Record::Intermediates;
+    let keep = convention == Convention::TopKOverSoftmax || record == Record::Intermediates;
     Ok(Routed { routing: choice.routing(), scores, logits: keep.then_some(logits) })
 }
 
@@ -58,8 +66,9 @@ pub(in crate::sonic) fn backward<S: Element, A: Real>(
     ds: &[S::Score],
     expert_dx: Intermediate<S, A>,
     roundings: Roundings,
+    fault: Fault,
 ) -> Result<(Array2<S>, RouterGradients<S>)> {
-    let mut dlogits = dlogits(router, kept, ds)?;
+    let mut dlogits = dlogits(router, kept, ds, fault)?;
     if let Some(dlogits) = dlogits.as_slice_mut() {
         roundings.apply::<S, S::Score>(RoundingPoint::Dlogits, dlogits);
     }
@@ -69,6 +78,10 @@ pub(in crate::sonic) fn backward<S: Element, A: Real>(
         roundings.apply::<S, A>(RoundingPoint::RouterDx, sums);
         let mut buffer = Vec::new();
         let experts = expert_dx.read(token, first..first + sums.len(), &mut buffer);
+        if fault.0 == Some(Mutant::RouterPartMissing) {
+            sums.copy_from_slice(experts);
+            return;
+        }
         for (sum, &experts) in sums.iter_mut().zip(experts) {
             *sum = experts + A::widen(sum.store::<S::Score>());
         }
@@ -85,7 +98,12 @@ pub(in crate::sonic) fn backward<S: Element, A: Real>(
 }
 
 /// dlogits (T, E) by the router's convention.
-fn dlogits<S: Element>(router: &Router<'_, S>, kept: Kept<'_, S::Score>, ds: &[S::Score]) -> Result<Array2<S::Score>> {
+fn dlogits<S: Element>(
+    router: &Router<'_, S>,
+    kept: Kept<'_, S::Score>,
+    ds: &[S::Score],
+    fault: Fault,
+) -> Result<Array2<S::Score>> {
     let Kept { routing, scores, logits } = kept;
     let (tokens, experts) = (routing.tokens(), routing.experts());
     let ids = Array2::from_shape_vec((tokens, router.k), routing.pair_expert().to_vec())
@@ -101,5 +119,5 @@ fn dlogits<S: Element>(router: &Router<'_, S>, kept: Kept<'_, S::Score>, ds: &[S
             .broadcast((tokens, experts))
             .ok_or_else(|| Error::internal("a scalar does not broadcast to (T, E)"))?,
     };
-    scores::backward(logits, scores, &choice, router.convention, ds)
+    scores::mutated(logits, scores, &choice, fault.convention(router.convention), ds, fault.0)
 }

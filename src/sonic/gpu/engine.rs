@@ -14,6 +14,7 @@ use crate::engine::{
 use crate::error::Error;
 use crate::problem::{Gating, Problem};
 use crate::routing::Routing;
+use crate::sonic::cpu::fault::Fault;
 use crate::sonic::cpu::intermediate::Intermediate;
 use crate::sonic::cpu::{Roundings, router};
 
@@ -97,7 +98,8 @@ impl Engine<bf16> for GpuEngine {
         let (routing, scores, logits): (_, Cow<'p, [f32]>, _) = match problem.gating() {
             Gating::Given { routing, scores } => (Cow::Borrowed(routing), Cow::Borrowed(&scores[..]), None),
             Gating::Router(layer) => {
-                let routed = router::forward::<bf16, f32>(problem.x(), layer, record, Roundings::FUSED)?;
+                let routed =
+                    router::forward::<bf16, f32>(problem.x(), layer, None, record, Roundings::FUSED, Fault::NONE)?;
                 (Cow::Owned(routed.routing), Cow::Owned(routed.scores), routed.logits)
             }
         };
@@ -218,7 +220,8 @@ impl Pass<bf16> for GpuPass<'_, '_> {
             Gating::Router(router) => {
                 let kept = router::Kept { routing, scores, logits: logits.as_ref().map(|logits| logits.view()) };
                 let experts = Intermediate::<bf16, f32>::Rounded(expert_dx);
-                let (dx, gradients) = router::backward(problem.x(), router, kept, &ds, experts, Roundings::FUSED)?;
+                let (dx, gradients) =
+                    router::backward(problem.x(), router, kept, &ds, experts, Roundings::FUSED, Fault::NONE)?;
                 (dx, Some(gradients))
             }
         };

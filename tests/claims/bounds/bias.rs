@@ -149,7 +149,6 @@ fn a_gate_swapped_at_scale_0_02_is_inside_every_bound_and_far_beyond_the_directe
     let Made { problem, results, twin, bounds } = made(Scale::Small);
     let faulty = of_swapped(&CpuEngine::<f32>::new(), &problem);
     let wrong = of_swapped(&CpuEngine::<f64>::new(), &problem.widen());
-    let mut seen = 0;
     for output in [Output::O, Output::Dx, Output::Dw1, Output::Dw2] {
         let directed = |results: &Results| -> Bias {
             twin.directed(output, &results[&output], &wrong[&output].values).unwrap().unwrap()
@@ -159,10 +158,8 @@ fn a_gate_swapped_at_scale_0_02_is_inside_every_bound_and_far_beyond_the_directe
         assert!(right.passes(), "{output}: {right:?}");
         // β of the faulty run is 1 but for its own roundings.
         assert!((fault.beta - 1.0).abs() < 0.5, "{output}: {fault:?}");
-        eprintln!("{output}: correct {right:?}, swapped {fault:?}");
-        seen += usize::from(!fault.passes());
+        assert!(!fault.passes(), "{output}: {fault:?}");
     }
-    assert!(seen >= 3, "only {seen} of 4 results show the swap");
 }
 
 #[test]
@@ -176,7 +173,6 @@ fn a_scale_error_of_one_and_a_half_percent_is_a_signed_bias_of_that_size() {
             let (right, fault) = (whole(stored), whole(&scaled));
             assert!(right.passes(), "{output}, {scale:?}: {right:?}");
             assert!(!fault.passes() && (fault.beta - 0.015).abs() < 0.003, "{output}, {scale:?}: {fault:?}");
-            eprintln!("{output}, {scale:?}: correct {right:?}, scaled {fault:?}");
         }
     }
 }
@@ -192,8 +188,8 @@ fn one_scaled_expert_is_found_by_its_index_and_a_tile_of_columns_by_its_range() 
     };
     assert_eq!(worst(Output::Dw1, &expert), "index 4");
     let mut columns = results[&Output::O].clone();
-    columns.values.slice_axis_mut(Axis(1), (32..48).into()).mapv_inplace(|value| 1.1 * value);
-    assert_eq!(worst(Output::O, &columns), "columns 32..48");
+    columns.values.slice_axis_mut(Axis(1), (16..32).into()).mapv_inplace(|value| 1.1 * value);
+    assert_eq!(worst(Output::O, &columns), "columns 16..32");
 }
 
 #[test]

@@ -28,7 +28,7 @@ fn every_rounding_point_changes_the_results_behind_it_and_no_other() {
             RoundingPoint::PreActivation => vec![A, Y, O],
             RoundingPoint::H => [vec![Dh, APrime, Dw2], behind_dh.clone(), behind_ds.clone()].concat(),
             RoundingPoint::A => vec![Y, O],
-            RoundingPoint::Y | RoundingPoint::ScoredY => vec![O],
+            RoundingPoint::Y | RoundingPoint::ScoredY | RoundingPoint::PartialO => vec![O],
             RoundingPoint::G => [vec![Dh], behind_dh.clone(), behind_ds.clone()].concat(),
             RoundingPoint::RecomputedA => [vec![APrime, Dw2], behind_ds.clone()].concat(),
             RoundingPoint::DA => [vec![Dh], behind_dh.clone()].concat(),
