@@ -1,6 +1,8 @@
 //! `sonicmoe check`: the results in a file against the f64 truth of the file's own inputs.
 
+mod html;
 mod json;
+mod junit;
 mod text;
 mod trial;
 
@@ -10,12 +12,13 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 
 use crate::activation::Activation;
-use crate::cli::{Console, written};
+use crate::cli::{Console, Progress, written};
 use crate::dump::{Dump, GatingKind, Model, Overrides};
 use crate::engine::{Numerics, Output};
 use crate::error::{Error, Result};
 use crate::layout::GateLayout;
 use crate::oracle::Verdict;
+use crate::report;
 use crate::routing::Routing;
 use trial::Trial;
 
@@ -29,7 +32,7 @@ use trial::Trial;
 #[command(after_long_help = HELP)]
 pub struct CheckArgs {
     /// safetensors files, one run each
-    #[arg(required = true, value_name = "FILE")]
+    #[arg(required_unless_present = "json_schema", value_name = "FILE")]
     pub files: Vec<PathBuf>,
     /// How scores follow from the logits: softmax_over_topk, topk_over_softmax,
     /// topk_over_softmax_renormalized, or given
@@ -58,9 +61,18 @@ pub struct CheckArgs {
     /// Judge only this result, for example dx; may be repeated
     #[arg(long, value_name = "RESULT", value_parser = output)]
     pub only: Vec<Output>,
-    /// Print one JSON document for programs instead of tables
+    /// Print one JSON document for programs instead of tables; --json-schema describes it
     #[arg(long)]
     pub json: bool,
+    /// Print the JSON Schema of what --json prints, and check nothing
+    #[arg(long, exclusive = true)]
+    pub json_schema: bool,
+    /// Write a JUnit XML report too: a suite per file, a case per result
+    #[arg(long, value_name = "REPORT")]
+    pub junit: Option<PathBuf>,
+    /// Write a page with pictures too: one HTML file that needs no other
+    #[arg(long, value_name = "REPORT")]
+    pub html: Option<PathBuf>,
 }
 
 const HELP: &str = "\
@@ -69,6 +81,7 @@ Examples:
   sonicmoe check --router given --layout concatenated_gate_first --activation swiglu run.safetensors
   sonicmoe check --map x=hidden_states --map o=output run.safetensors
   sonicmoe check --json runs/*.safetensors | jq .verdict
+  sonicmoe check --html report.html --junit report.xml run.safetensors
 
 Tensors in a file (T tokens, d model width, n expert width, E experts, R routed pairs):
   x, dout (T,d)   w1 (E,2n,d)   w2 (E,d,n)   optional b1 (E,2n), b2 (E,d)
@@ -134,6 +147,8 @@ pub struct Checked {
     pub refused: Vec<(Model, String)>,
     /// The trial that it passed, or the last.
     trial: Trial,
+    /// Required results that were asked for and are not in the file.
+    pub missing: Vec<Output>,
     /// The verdict on the file.
     pub verdict: Verdict,
 }
@@ -171,11 +186,18 @@ impl Checked {
 /// # Errors
 /// Output that cannot be written.
 pub fn check(args: &CheckArgs, console: &Console, out: &mut dyn Write) -> Result<Verdict> {
+    if args.json_schema {
+        written(out.write_all(json::SCHEMA_DOCUMENT.as_bytes()))?;
+        return Ok(Verdict::Pass);
+    }
     let mut worst = Verdict::Pass;
-    let mut files = Vec::new();
     let mut tally: Vec<Verdict> = Vec::new();
+    // Reports are made file by file: the tensors of one are gone before the next is read.
+    let (mut files, mut suites, mut articles) = (Vec::new(), Vec::new(), Vec::new());
     for path in &args.files {
-        let checked = check_file(path, args);
+        let progress = Progress::of_process(&path.display().to_string());
+        let checked = judge_file(path, args, &progress);
+        progress.finish();
         let verdict = checked.as_ref().map_or_else(|error| error.into(), |checked| checked.verdict);
         worst = worst.max(verdict);
         tally.push(verdict);
@@ -184,13 +206,29 @@ pub fn check(args: &CheckArgs, console: &Console, out: &mut dyn Write) -> Result
         } else {
             written(out.write_all(console.paint(&text::file(path, &checked)).as_bytes()))?;
         }
+        if args.junit.is_some() {
+            suites.push(junit::suite(path, &checked));
+        }
+        if args.html.is_some() {
+            articles.push(html::article(path, &checked));
+        }
     }
     if args.json {
         written(writeln!(out, "{}", json::document(worst, files)))?;
     } else if args.files.len() > 1 {
         written(out.write_all(console.paint(&text::summary(&tally, worst)).as_bytes()))?;
     }
+    if let Some(path) = &args.junit {
+        save(path, &report::junit::document("sonicmoe check", &suites))?;
+    }
+    if let Some(path) = &args.html {
+        save(path, &html::page(worst, &tally, &articles))?;
+    }
     Ok(worst)
+}
+
+fn save(path: &Path, report: &str) -> Result<()> {
+    std::fs::write(path, report).map_err(|source| Error::io(path, source))
 }
 
 /// Checks one file.
@@ -198,6 +236,11 @@ pub fn check(args: &CheckArgs, console: &Console, out: &mut dyn Write) -> Result
 /// # Errors
 /// A file that cannot be judged at all: see [`Dump::read`] and [`Dump::choose`].
 pub fn check_file(path: &Path, args: &CheckArgs) -> Result<Checked> {
+    judge_file(path, args, &Progress::hidden())
+}
+
+fn judge_file(path: &Path, args: &CheckArgs, progress: &Progress) -> Result<Checked> {
+    progress.step("reading");
     let mut dump = Dump::read(path, &args.overrides())?;
     if let Some(ulps) = args.function_ulps {
         dump.function_ulps = ulps;
@@ -206,22 +249,24 @@ pub fn check_file(path: &Path, args: &CheckArgs) -> Result<Checked> {
     let mut refused = Vec::new();
     let mut remaining = models.into_iter().peekable();
     while let Some(model) = remaining.next() {
+        progress.step(&format!("truth and bounds as {}", model.words()));
         match Trial::run(&dump, model, |output| args.judges(output)) {
             Err(error) if remaining.peek().is_none() => return Err(error),
             Err(error) => refused.push((model, error.to_string())),
             Ok(trial) if !trial.passes() && remaining.peek().is_some() => refused.push((model, trial.failures())),
             Ok(mut trial) => {
                 if trial.passes() {
+                    progress.step("wrong results in the place of right ones");
                     trial.try_impostors(&dump)?;
                 }
-                let missing = dump.missing.iter().any(|output| args.judges(*output));
-                let verdict = match missing {
-                    false => trial.verdict(),
+                let missing: Vec<Output> = dump.missing.iter().copied().filter(|output| args.judges(*output)).collect();
+                let verdict = match missing.is_empty() {
+                    true => trial.verdict(),
                     // Nothing that could have failed is no fault of a check that still waits for results.
-                    true if trial.judged.is_empty() => Verdict::Incomplete,
-                    true => trial.verdict().max(Verdict::Incomplete),
+                    false if trial.judged.is_empty() => Verdict::Incomplete,
+                    false => trial.verdict().max(Verdict::Incomplete),
                 };
-                return Ok(Checked { dump, refused, trial, verdict });
+                return Ok(Checked { dump, refused, trial, missing, verdict });
             }
         }
     }

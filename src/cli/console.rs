@@ -1,6 +1,9 @@
-//! Colours, where somebody can see them.
+//! Colours and progress, where somebody can see them.
 
 use std::io::IsTerminal;
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::oracle::Verdict;
 
@@ -26,6 +29,40 @@ impl Console {
             return text.to_string();
         }
         text.split_inclusive('\n').map(paint_line).collect()
+    }
+}
+
+/// What long work is at, on a terminal only.
+#[derive(Debug)]
+pub struct Progress(ProgressBar);
+
+impl Progress {
+    /// Shows steps of the work on `subject` if standard error is a terminal.
+    pub fn of_process(subject: &str) -> Self {
+        if !std::io::stderr().is_terminal() {
+            return Self::hidden();
+        }
+        let subject: String = subject.escape_debug().collect();
+        let style = ProgressStyle::with_template("{spinner} {elapsed} {prefix}: {msg}");
+        let bar = ProgressBar::new_spinner().with_prefix(subject);
+        let bar = bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_spinner()));
+        bar.enable_steady_tick(Duration::from_millis(120));
+        Self(bar)
+    }
+
+    /// Shows nothing.
+    pub fn hidden() -> Self {
+        Self(ProgressBar::hidden())
+    }
+
+    /// The next step begins.
+    pub fn step(&self, what: &str) {
+        self.0.set_message(what.to_owned());
+    }
+
+    /// The work is done; its line goes away.
+    pub fn finish(&self) {
+        self.0.finish_and_clear();
     }
 }
 

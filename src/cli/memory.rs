@@ -5,7 +5,7 @@ use clap::Args;
 use crate::activation::Activation;
 use crate::element::DType;
 use crate::oracle::memory::{Layer, System};
-use crate::report::{Align, Table};
+use crate::report::{Align, Table, size};
 use crate::shape::Shape;
 
 /// Prints the activation memory of a layer of any size; nothing is allocated.
@@ -72,18 +72,6 @@ pub fn memory(args: &MemoryArgs) -> String {
     text
 }
 
-/// Bytes in the largest binary unit that leaves a number of at least 1.
-fn size(bytes: u128) -> String {
-    const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-    let mut value = bytes as f64;
-    let mut unit = 0;
-    while value >= 1024.0 && unit + 1 < UNITS.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    if value.fract() == 0.0 { format!("{value} {}", UNITS[unit]) } else { format!("{value:.1} {}", UNITS[unit]) }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -94,10 +82,5 @@ mod tests {
         let text = memory(&MemoryArgs { shape, dtype: DType::BF16, activation: Activation::SwiGlu });
         assert!(text.contains("264 MiB") && text.contains("x 72 MiB, h 192 MiB"), "{text}");
         assert!(System::ALL.iter().all(|system| text.contains(system.formula())), "{text}");
-    }
-
-    #[test]
-    fn sizes_are_shown_in_binary_units() {
-        assert_eq!([size(0), size(1023), size(12 << 20), size(1536)], ["0 B", "1023 B", "12 MiB", "1.5 KiB"]);
     }
 }

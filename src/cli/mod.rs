@@ -10,7 +10,7 @@ pub mod memory;
 pub mod score;
 pub mod verify;
 
-pub use console::Console;
+pub use console::{Console, Progress};
 
 use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};

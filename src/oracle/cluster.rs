@@ -109,7 +109,7 @@ pub(crate) fn coordinates(place: usize, shape: &[usize]) -> Vec<usize> {
 }
 
 /// What each axis of a result counts.
-fn axes(output: Output) -> &'static [&'static str] {
+pub(crate) fn axes(output: Output) -> &'static [&'static str] {
     match output {
         Output::O | Output::Dx => &["token", "column"],
         Output::Dlogits | Output::Logits => &["token", "expert"],

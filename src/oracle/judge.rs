@@ -6,7 +6,8 @@ use ndarray::ArrayD;
 
 use crate::engine::{Output, Stored};
 use crate::error::{Error, Result};
-use crate::oracle::cluster::{Cluster, Tally, coordinates};
+use crate::oracle::cluster::{Cluster, Tally, axes, coordinates};
+use crate::oracle::heat::HeatMap;
 
 /// The truth of one result, and what a correct engine's error cannot exceed.
 #[derive(Clone, Debug, PartialEq)]
@@ -58,6 +59,8 @@ pub struct Judgement {
     pub median_bound_over_rms: f64,
     /// Where the failing elements sit.
     pub clusters: Vec<Cluster>,
+    /// The worst ratio by place, over the first axis and the last.
+    pub heat: HeatMap,
 }
 
 impl Judgement {
@@ -128,18 +131,24 @@ pub fn judge(output: Output, stored: &Stored, bounded: &Bounded) -> Result<Judge
     let mut tally = Tally::new(truth.shape());
     let (mut largest_error, mut floor, mut squares) = (0.0f64, f64::INFINITY, 0.0);
     let mut worst: Option<(f64, f64, usize)> = None;
+    let mut heat = map_of(output, truth.shape());
+    // Rows of the last axis; the first index of a row is its number over the rows in one.
+    let width = truth.shape().last().copied().unwrap_or(1);
+    let rows_of_first: usize = if truth.ndim() < 2 { 1 } else { truth.shape()[1..truth.ndim() - 1].iter().product() };
+    let (mut row, mut column) = (0, 0);
     for (place, ((&value, &truth), &bound)) in stored.values.iter().zip(truth).zip(bound).enumerate() {
-        let within_range = truth.abs() + bound <= largest;
-        if !within_range {
-            continue;
+        let at = [row / rows_of_first, column];
+        column += 1;
+        if column == width {
+            (row, column) = (row + 1, 0);
         }
+        let Some((error, ratio)) = compare(value, truth, bound, largest) else { continue };
         judged_bounds.push(bound);
         squares += truth * truth;
         if truth != 0.0 {
             floor = floor.min(bound / truth.abs());
         }
-        let error = if value.is_finite() { (value - truth).abs() } else { f64::INFINITY };
-        let ratio = if error == 0.0 { 0.0 } else { error / bound };
+        heat.add(at, ratio);
         largest_error = largest_error.max(error);
         if worst.is_none_or(|(worst_ratio, worst_error, _)| (ratio, error) > (worst_ratio, worst_error)) {
             worst = Some((ratio, error, place));
@@ -165,7 +174,26 @@ pub fn judge(output: Output, stored: &Stored, bounded: &Bounded) -> Result<Judge
         floor,
         median_bound_over_rms: median(judged_bounds) / rms,
         clusters: tally.clusters(output),
+        heat,
     })
+}
+
+/// |value − truth| and its ratio to the bound; none if the truth may lie beyond `largest`.
+pub(crate) fn compare(value: f64, truth: f64, bound: f64, largest: f64) -> Option<(f64, f64)> {
+    let within_range = truth.abs() + bound <= largest;
+    within_range.then(|| {
+        let error = if value.is_finite() { (value - truth).abs() } else { f64::INFINITY };
+        (error, if error == 0.0 { 0.0 } else { error / bound })
+    })
+}
+
+/// An empty map over the first axis and the last; a vector is one row.
+fn map_of(output: Output, shape: &[usize]) -> HeatMap {
+    match (axes(output), shape) {
+        ([first, .., last], [rows, .., columns]) => HeatMap::new([*first, *last], [*rows, *columns]),
+        ([only, ..], _) => HeatMap::new(["", *only], [1, shape.iter().product()]),
+        ([], _) => HeatMap::new(["", ""], [1, shape.iter().product()]),
+    }
 }
 
 /// The upper median; NaN of nothing.

@@ -57,13 +57,19 @@ impl System {
     /// # Ok::<(), sonicmoe::Error>(())
     /// ```
     pub fn kept(self, layer: Layer) -> u128 {
+        sum(self.tensors(layer).map(|(_, bytes)| bytes))
+    }
+
+    /// The same, tensor by tensor: x, gathered x, h, a, y with their bytes, 0 for one that is not kept.
+    pub fn tensors(self, layer: Layer) -> [(&'static str, u128); 5] {
         let Layer { x, x_gathered, h, a, y } = layer;
-        match self {
-            Self::SonicMoe => sum([x, h]),
-            Self::MoMoe | Self::DeepGemmBased => sum([x, h, x_gathered]),
-            Self::ScatterMoe => sum([x, h, a, y]),
-            Self::PlainAutograd => sum([x, x_gathered, h, a, y]),
-        }
+        let [x_gathered, a, y] = match self {
+            Self::SonicMoe => [0, 0, 0],
+            Self::MoMoe | Self::DeepGemmBased => [x_gathered, 0, 0],
+            Self::ScatterMoe => [0, a, y],
+            Self::PlainAutograd => [x_gathered, a, y],
+        };
+        [("x", x), ("gathered x", x_gathered), ("h", h), ("a", a), ("y", y)]
     }
 }
 

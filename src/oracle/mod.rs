@@ -22,6 +22,7 @@ pub mod cluster;
 pub mod energy;
 pub mod exact;
 pub mod indices;
+pub mod heat;
 pub mod judge;
 pub mod kernel;
 pub mod memory;
@@ -30,5 +31,6 @@ pub mod vacuity;
 pub mod verdict;
 
 pub use cluster::Cluster;
+pub use heat::HeatMap;
 pub use judge::{Bounded, Judgement, Worst, judge};
 pub use verdict::Verdict;

@@ -1,7 +1,11 @@
-//! How findings are shown: tables for people, JSON for programs.
+//! How findings are shown: tables and pages for people, JSON and JUnit XML for programs.
 
+pub mod chart;
+pub mod junit;
+pub mod markup;
 pub mod table;
 
+pub use markup::Markup;
 pub use table::{Align, Table};
 
 /// A number for a table: three significant digits, a fixed width's worth of characters.
@@ -27,6 +31,23 @@ pub fn number(value: f64) -> String {
     } else {
         format!("{value:.2e}")
     }
+}
+
+/// Bytes in the largest binary unit that leaves a number of at least 1.
+///
+/// ```
+/// use sonicmoe::report::size;
+/// assert_eq!([size(0), size(1023), size(12 << 20), size(1536)], ["0 B", "1023 B", "12 MiB", "1.5 KiB"]);
+/// ```
+pub fn size(bytes: u128) -> String {
+    const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+    let mut value = bytes as f64;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if value.fract() == 0.0 { format!("{value} {}", UNITS[unit]) } else { format!("{value:.1} {}", UNITS[unit]) }
 }
 
 /// A whole number with its thousands apart.

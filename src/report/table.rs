@@ -51,6 +51,19 @@ impl Table {
         self.rows.push(Row::Section(title.into()));
     }
 
+    /// The headers, in order.
+    pub fn headers(&self) -> impl Iterator<Item = &str> {
+        self.columns.iter().map(|(header, _)| header.as_str())
+    }
+
+    /// The cells of every row, without the lines between them.
+    pub fn cells(&self) -> impl Iterator<Item = &[String]> {
+        self.rows.iter().filter_map(|row| match row {
+            Row::Cells(cells) => Some(cells.as_slice()),
+            Row::Section(_) => None,
+        })
+    }
+
     /// As a Markdown table; sections become rows with one bold cell.
     pub fn markdown(&self) -> String {
         let line = |cells: Vec<String>| format!("| {} |\n", cells.join(" | "));

@@ -167,6 +167,11 @@ impl Routing {
         self.expert_offsets[expert.index()] as usize..self.expert_offsets[expert.index() + 1] as usize
     }
 
+    /// (E) R_e, the number of tokens of each expert.
+    pub fn tokens_per_expert(&self) -> Vec<usize> {
+        self.expert_offsets.windows(2).map(|ends| (ends[1] - ends[0]) as usize).collect()
+    }
+
     /// The rows of one token, in pair order.
     ///
     /// # Panics

@@ -1,6 +1,6 @@
 //! Real dumps pass, wrong copies of them fail, malformed files are refused.
 
-mod edit;
+pub mod edit;
 mod explained;
 mod malformed;
 mod real;

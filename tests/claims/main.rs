@@ -13,5 +13,6 @@ mod gradients;
 mod kernels;
 mod laws;
 mod museum;
+mod reports;
 mod routing;
 mod score;

@@ -15,6 +15,9 @@ use crate::problem::Gating;
 /// The form of the document; it changes with any change of meaning.
 const SCHEMA: &str = "sonicmoe.check/1";
 
+/// What each field of the document means, as JSON Schema.
+pub(super) const SCHEMA_DOCUMENT: &str = include_str!("schema.json");
+
 /// The whole document.
 pub(super) fn document(worst: Verdict, files: Vec<Value>) -> Value {
     json!({ "schema": SCHEMA, "verdict": worst.name(), "exit_code": worst.code(), "files": files })
@@ -35,7 +38,7 @@ pub(super) fn file(path: &Path, checked: &Result<Checked, Error>) -> Value {
             });
         }
     };
-    let Checked { dump, refused, trial, verdict } = checked;
+    let Checked { dump, refused, trial, verdict, missing } = checked;
     let problem = &dump.problem;
     let (gating, k) = match problem.gating() {
         Gating::Router(router) => (router.convention.name(), Some(router.k)),
@@ -76,16 +79,27 @@ pub(super) fn file(path: &Path, checked: &Result<Checked, Error>) -> Value {
             "untried_tokens": trial.chosen.untried,
         },
         "counts": trial.counts,
+        "tokens_per_expert": trial.chosen.routing.tokens_per_expert(),
         "results": trial.judged.iter().map(result).collect::<Vec<_>>(),
-        "missing": names(&dump.missing),
+        "missing": names(missing),
         "unjudged": names(&trial.unjudged),
         "unused": dump.unused,
     })
 }
 
 fn result(judged: &Judged) -> Value {
-    let Judgement { output, elements, skipped, failing, worst, largest_error, floor, median_bound_over_rms, clusters } =
-        &judged.judgement;
+    let Judgement {
+        output,
+        elements,
+        skipped,
+        failing,
+        worst,
+        largest_error,
+        floor,
+        median_bound_over_rms,
+        clusters,
+        heat: _,
+    } = &judged.judgement;
     let mut object = Map::new();
     object.insert("result".into(), output.name().into());
     object.insert("kernel".into(), judged.kernel.into());

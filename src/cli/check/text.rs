@@ -39,7 +39,7 @@ pub(super) fn summary(tally: &[Verdict], worst: Verdict) -> String {
 }
 
 pub(super) fn of_checked(checked: &Checked) -> String {
-    let Checked { dump, refused, trial, verdict } = checked;
+    let Checked { dump, trial, verdict, .. } = checked;
     let mut text = format!("{}\n", dump.path.display());
     for line in heading(dump) {
         let _ = writeln!(text, "  {line}");
@@ -48,38 +48,50 @@ pub(super) fn of_checked(checked: &Checked) -> String {
         let _ = writeln!(text, "  {line}");
     }
     text.push('\n');
-    text += &table(trial);
-    text.push('\n');
-    let mut several = false;
-    for judged in trial.judged.iter().filter(|judged| judged.verdict() != Verdict::Pass) {
-        let _ = writeln!(text, "  {}", cause(judged));
-        several = true;
-    }
-    for (model, reason) in refused {
-        let _ = writeln!(text, "  not {}: {reason}", model.words());
-    }
-    for line in remarks(dump, trial) {
+    for line in results(trial).to_string().lines() {
         let _ = writeln!(text, "  {line}");
     }
-    if several {
-        let outputs = trial.judged.iter().filter(|judged| judged.verdict() != Verdict::Pass);
-        let mut names: Vec<Output> = outputs.map(|judged| judged.judgement.output).collect();
-        names.sort_unstable();
-        names.dedup();
-        // Where most of a file fails, the command repeats all of it.
-        names.truncate(if names.len() > 4 { 0 } else { 4 });
-        let only: String = names.iter().map(|output| format!(" --only {output}")).collect();
-        let path = dump.path.display();
-        let _ = writeln!(text, "  repeat: sonicmoe check --rounding-model {}{only} {path}", trial.model);
+    text.push('\n');
+    let (remarks, repeat) = remarks_on(checked);
+    for line in remarks {
+        let _ = writeln!(text, "  {line}");
+    }
+    if let Some(repeat) = repeat {
+        let _ = writeln!(text, "  repeat: {repeat}");
         if *verdict == Verdict::NumericFailure {
-            let _ = writeln!(text, "  why: sonicmoe explain {path}");
+            let _ = writeln!(text, "  why: sonicmoe explain {}", dump.path.display());
         }
     }
     let _ = writeln!(text, "{}: {}: {verdict}\n", dump.path.display(), summary_of(checked));
     text
 }
 
-fn heading(dump: &Dump) -> Vec<String> {
+/// Why results do not pass, what else there is to say, and the command that repeats a failure.
+pub(super) fn remarks_on(checked: &Checked) -> (Vec<String>, Option<String>) {
+    let Checked { dump, refused, trial, .. } = checked;
+    let failing: Vec<&Judged> = trial.judged.iter().filter(|judged| judged.verdict() != Verdict::Pass).collect();
+    let causes = failing.iter().map(|judged| cause(judged));
+    let refused = refused.iter().map(|(model, reason)| format!("not {}: {reason}", model.words()));
+    let lines = causes.chain(refused).chain(remarks(dump, trial)).collect();
+    let repeat = (!failing.is_empty()).then(|| {
+        let mut names: Vec<Output> = failing.iter().map(|judged| judged.judgement.output).collect();
+        names.sort_unstable();
+        names.dedup();
+        // Where most of a file fails, the command repeats all of it.
+        names.truncate(if names.len() > 4 { 0 } else { 4 });
+        let only: String = names.iter().map(|output| format!(" --only {output}")).collect();
+        format!("sonicmoe check --rounding-model {}{only} {}", trial.model, dump.path.display())
+    });
+    (lines, repeat)
+}
+
+/// A result's name, with the kernel that it was judged for.
+pub(super) fn name_of(judged: &Judged) -> String {
+    let output = judged.judgement.output;
+    judged.kernel.map_or_else(|| output.to_string(), |kernel| format!("{output} of {kernel}"))
+}
+
+pub(super) fn heading(dump: &Dump) -> Vec<String> {
     let problem = &dump.problem;
     let sizes = [problem.t(), problem.d(), problem.n(), problem.e()].map(|size| size.to_string()).join(",");
     let from = match problem.gating() {
@@ -101,7 +113,7 @@ fn heading(dump: &Dump) -> Vec<String> {
     lines
 }
 
-fn routing(dump: &Dump, trial: &Trial) -> Vec<String> {
+pub(super) fn routing(dump: &Dump, trial: &Trial) -> Vec<String> {
     let chosen = &trial.chosen;
     let mut lines = Vec::new();
     match chosen.source {
@@ -131,7 +143,8 @@ fn routing(dump: &Dump, trial: &Trial) -> Vec<String> {
     lines
 }
 
-fn table(trial: &Trial) -> String {
+/// The judgement of every result.
+pub(super) fn results(trial: &Trial) -> Table {
     let mut table = Table::new([
         ("result", Align::Left),
         ("type", Align::Left),
@@ -144,11 +157,7 @@ fn table(trial: &Trial) -> String {
         ("verdict", Align::Left),
     ]);
     for judged in &trial.judged {
-        let Judgement { output, elements, worst, floor, median_bound_over_rms, .. } = &judged.judgement;
-        let name = match judged.kernel {
-            Some(kernel) => format!("{output} of {kernel}"),
-            None => output.to_string(),
-        };
+        let Judgement { elements, worst, floor, median_bound_over_rms, .. } = &judged.judgement;
         let (error, bound, ratio) = match worst {
             Some(Worst { value, reference, bound, ratio, .. }) => {
                 (number((value - reference).abs()), number(*bound), number(*ratio))
@@ -156,7 +165,7 @@ fn table(trial: &Trial) -> String {
             None => ("–".into(), "–".into(), "–".into()),
         };
         table.row([
-            name,
+            name_of(judged),
             judged.dtype.to_string(),
             count(*elements as u64),
             error,
@@ -167,16 +176,13 @@ fn table(trial: &Trial) -> String {
             judged.verdict().to_string(),
         ]);
     }
-    table.to_string().lines().map(|line| format!("  {line}\n")).collect()
+    table
 }
 
 /// Why a result does not pass.
-fn cause(judged: &Judged) -> String {
-    let Judgement { output, elements, skipped, failing, worst, clusters, .. } = &judged.judgement;
-    let mut text = match judged.kernel {
-        Some(kernel) => format!("{output} of {kernel}: "),
-        None => format!("{output}: "),
-    };
+pub(super) fn cause(judged: &Judged) -> String {
+    let Judgement { elements, skipped, failing, worst, clusters, .. } = &judged.judgement;
+    let mut text = format!("{}: ", name_of(judged));
     if *failing > 0 {
         let _ =
             write!(text, "{} of {} elements are beyond their bound", count(*failing as u64), count(*elements as u64));
@@ -224,7 +230,7 @@ fn remarks(dump: &Dump, trial: &Trial) -> Vec<String> {
 }
 
 /// What the verdict says in words, with the model.
-fn summary_of(checked: &Checked) -> String {
+pub(super) fn summary_of(checked: &Checked) -> String {
     let Checked { dump, refused, trial, .. } = checked;
     let words = trial.model.words();
     let results = trial.judged.iter().filter(|judged| judged.kernel.is_none()).count();

@@ -8,8 +8,10 @@ use crate::dump::{Chosen, Dump, Model};
 use crate::element::DType;
 use crate::engine::{Numerics, Output, Stored};
 use crate::error::Result;
-use crate::oracle::{Bounded, Judgement, Verdict, bound, judge, kernel, vacuity};
+use crate::oracle::judge::compare;
+use crate::oracle::{Bounded, HeatMap, Judgement, Verdict, bound, judge, kernel, vacuity};
 use crate::report::number;
+use crate::routing::Routing;
 
 /// One result, judged; coordinates are those of the file.
 #[derive(Debug)]
@@ -66,7 +68,7 @@ impl Trial {
         for output in Output::RESULTS.into_iter().chain(Output::INTERMEDIATES).filter(|output| wanted(*output)) {
             let Some(stored) = dump.results.get(&output) else { continue };
             match bounds.get(&output) {
-                Some(bounded) => judged.push(judge_in_file(dump, None, output, stored, bounded)?),
+                Some(bounded) => judged.push(judge_in_file(dump, &chosen.routing, None, output, stored, bounded)?),
                 None => unjudged.push(output),
             }
         }
@@ -75,7 +77,7 @@ impl Trial {
                 kernel::kernels(&dump.problem, &chosen.routing, &dump.results, &numerics)?
             {
                 if let (true, Some(stored)) = (wanted(output), dump.results.get(&output)) {
-                    judged.push(judge_in_file(dump, Some(kernel), output, stored, &bounded)?);
+                    judged.push(judge_in_file(dump, &chosen.routing, Some(kernel), output, stored, &bounded)?);
                 }
             }
         }
@@ -131,6 +133,7 @@ fn reads_intermediates(dump: &Dump) -> bool {
 
 fn judge_in_file(
     dump: &Dump,
+    routing: &Routing,
     kernel: Option<&'static str>,
     output: Output,
     stored: &Stored,
@@ -139,6 +142,22 @@ fn judge_in_file(
     let order = |values: &ArrayD<f64>| dump.in_file_order(output, values);
     let bounded = Bounded { truth: order(&bounded.truth)?, bound: order(&bounded.bound)? };
     let stored = Stored { dtype: stored.dtype, values: order(&stored.values)? };
-    let judgement = judge(output, &stored, &bounded)?;
+    let mut judgement = judge(output, &stored, &bounded)?;
+    if matches!(output, Output::Ds | Output::Scores) {
+        judgement.heat = by_token_and_expert(routing, &stored, &bounded);
+    }
     Ok(Judged { kernel, dtype: stored.dtype, judgement, impostors: Vec::new() })
+}
+
+/// Where the errors of values by pair are; the number of a pair would say nothing.
+fn by_token_and_expert(routing: &Routing, stored: &Stored, bounded: &Bounded) -> HeatMap {
+    let mut map = HeatMap::new(["token", "expert"], [routing.tokens(), routing.experts()]);
+    let pairs = routing.pair_token().iter().zip(routing.pair_expert());
+    let numbers = stored.values.iter().zip(&bounded.truth).zip(&bounded.bound);
+    for ((token, expert), ((&value, &truth), &bound)) in pairs.zip(numbers) {
+        if let Some((_, ratio)) = compare(value, truth, bound, stored.dtype.largest()) {
+            map.add([token.index(), expert.index()], ratio);
+        }
+    }
+    map
 }
