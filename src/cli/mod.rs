@@ -2,6 +2,7 @@
 
 pub mod bench;
 pub mod check;
+pub mod compare;
 mod console;
 pub mod doctor;
 pub mod explain;
@@ -35,6 +36,7 @@ Examples:
   sonicmoe verify                                 does SonicMoE compute what plain autograd computes?
   sonicmoe check run.safetensors                  is this run of somebody's MoE layer right?
   sonicmoe explain run.safetensors                which known bug makes it wrong?
+  sonicmoe compare before.safetensors after.safetensors    do two runs give the same?
   sonicmoe gen --shape 256,128,64,8,2 run.safetensors   inputs, to run one's own layer on
   sonicmoe memory --shape 24576,1536,256,128,8    what does a layer keep for its backward?
   sonicmoe score                                  which check catches which planted bug?
@@ -48,6 +50,7 @@ required is missing, 5 a fault of this program. The worst by the order 5, 2, 1, 
 enum Command {
     Verify(verify::VerifyArgs),
     Check(check::CheckArgs),
+    Compare(compare::CompareArgs),
     Gen(generate::GenArgs),
     Memory(memory::MemoryArgs),
     Explain(explain::ExplainArgs),
@@ -74,6 +77,7 @@ fn run(command: &Command, console: &Console, out: &mut dyn Write) -> Verdict {
     let verdict = match command {
         Command::Verify(args) => verify::verify(args),
         Command::Check(args) => check::check(args, console, out),
+        Command::Compare(args) => compare::compare(args, console, out),
         Command::Gen(args) => generate::generate(args, out).map(|()| Verdict::Pass),
         Command::Memory(args) => written(out.write_all(memory::memory(args).as_bytes())).map(|()| Verdict::Pass),
         Command::Explain(args) => explain::run(args, out),

@@ -34,11 +34,13 @@ mod choice;
 mod container;
 mod counts;
 mod metadata;
+mod outputs;
 mod read;
 mod write;
 
 pub use choice::{Chosen, Source};
 pub use metadata::{GatingKind, Metadata, Model, Overrides};
+pub use outputs::Outputs;
 pub use write::{write, write_inputs};
 
 use std::path::PathBuf;

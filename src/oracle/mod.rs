@@ -10,6 +10,7 @@
 //! | [`exact`] | is it, bit for bit, the only value that exact sums leave? |
 //! | [`mod@judge`] | how far is a result from its truth, where, and would an error have been seen? |
 //! | [`vacuity`] | would a wrong result have passed? |
+//! | [`difference`] | how far are two results from each other? |
 //! | [`memory`] | what does each system keep? |
 //! | [`buffers`] | is every element written, and nothing else? |
 //! | [`indices`] | does every index fit its type? |
@@ -22,6 +23,7 @@ pub mod cluster;
 pub mod energy;
 pub mod exact;
 pub mod indices;
+pub mod difference;
 pub mod heat;
 pub mod judge;
 pub mod kernel;
@@ -31,6 +33,7 @@ pub mod vacuity;
 pub mod verdict;
 
 pub use cluster::Cluster;
+pub use difference::Difference;
 pub use heat::HeatMap;
 pub use judge::{Bounded, Judgement, Worst, judge};
 pub use verdict::Verdict;

@@ -33,6 +33,11 @@ pub fn number(value: f64) -> String {
     }
 }
 
+/// A number for JSON; those that JSON has no word for become the strings "inf", "-inf" and "NaN".
+pub fn float(value: f64) -> serde_json::Value {
+    serde_json::Number::from_f64(value).map_or_else(|| value.to_string().into(), serde_json::Value::Number)
+}
+
 /// Bytes in the largest binary unit that leaves a number of at least 1.
 ///
 /// ```

@@ -11,6 +11,7 @@ use crate::engine::RoundingModel;
 use crate::error::Error;
 use crate::oracle::{Judgement, Verdict};
 use crate::problem::Gating;
+use crate::report::float;
 
 /// The form of the document; it changes with any change of meaning.
 const SCHEMA: &str = "sonicmoe.check/1";
@@ -126,8 +127,4 @@ fn result(judged: &Judged) -> Value {
     object.insert("clusters".into(), clusters.iter().map(|cluster| Value::from(cluster.to_string())).collect());
     object.insert("impostors".into(), judged.impostors.iter().map(|name| Value::from(*name)).collect());
     Value::Object(object)
-}
-
-fn float(value: f64) -> Value {
-    serde_json::Number::from_f64(value).map_or_else(|| Value::from(value.to_string()), Value::Number)
 }
