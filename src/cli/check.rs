@@ -108,7 +108,7 @@ Exit codes: 0 pass, 1 a number is wrong, 2 bad input or malformed file, 3 vacuou
 not have failed), 4 something required is missing, 5 a fault of this program. The worst by the order
 5, 2, 1, 3, 4, 0 wins.";
 
-fn name_pair(text: &str) -> std::result::Result<(String, String), String> {
+pub(super) fn name_pair(text: &str) -> std::result::Result<(String, String), String> {
     match text.split_once('=') {
         Some((ours, theirs)) if !ours.is_empty() && !theirs.is_empty() => Ok((ours.into(), theirs.into())),
         _ => Err("write OURS=THEIRS, for example x=hidden_states".into()),

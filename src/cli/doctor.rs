@@ -11,6 +11,10 @@ use crate::sonic::gpu::{Absence, Device};
 
 /// Options of `sonicmoe doctor`.
 #[derive(Clone, Debug, Default, clap::Args)]
+#[command(after_help = "\
+Examples:
+  sonicmoe doctor                       what is here, what is missing, and what to do about it
+  sonicmoe doctor --compile cubins      every kernel, for a machine without NVRTC")]
 pub struct Doctor {
     /// Compile every kernel into this folder; needs NVRTC and no GPU. On a machine without NVRTC,
     /// name the folder in SONICMOE_CUBIN_DIR

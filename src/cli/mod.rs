@@ -6,9 +6,12 @@ pub mod compare;
 mod console;
 pub mod doctor;
 pub mod explain;
+pub mod dumper;
 pub mod generate;
+pub mod identify;
 pub mod memory;
 pub mod score;
+pub mod replay;
 pub mod verify;
 
 pub use console::{Console, Progress};
@@ -38,6 +41,7 @@ Examples:
   sonicmoe explain run.safetensors                which known bug makes it wrong?
   sonicmoe compare before.safetensors after.safetensors    do two runs give the same?
   sonicmoe gen --shape 256,128,64,8,2 run.safetensors   inputs, to run one's own layer on
+  sonicmoe identify run.safetensors               which conventions explain this run?
   sonicmoe memory --shape 24576,1536,256,128,8    what does a layer keep for its backward?
   sonicmoe score                                  which check catches which planted bug?
   sonicmoe bench                                  how fast is the layer on this machine's CPU?
@@ -52,18 +56,25 @@ enum Command {
     Check(check::CheckArgs),
     Compare(compare::CompareArgs),
     Gen(generate::GenArgs),
+    Identify(identify::IdentifyArgs),
     Memory(memory::MemoryArgs),
     Explain(explain::ExplainArgs),
     Score(score::ScoreArgs),
+    Replay(replay::ReplayArgs),
+    Shrink(replay::ShrinkArgs),
     Bench(bench::BenchArgs),
+    Dumper(dumper::DumperArgs),
     /// Says what this machine allows: driver, device, NVRTC, cuBLAS
     Doctor(doctor::Doctor),
+    /// Fails as a fault of this program would, so that scripts can be tried on exit code 5
+    #[command(hide = true)]
+    BrokenPromise,
 }
 
 /// Runs the command line of this process.
 pub fn main() -> ExitCode {
     std::panic::set_hook(Box::new(|panic| {
-        eprintln!("sonicmoe: internal error, please report it: {}", one_line(&panic.to_string()));
+        complain(&format!("sonicmoe: internal error, please report it: {}", one_line(&panic.to_string())));
     }));
     guarded(|| {
         // Wrong usage ends here with exit code 2, `--help` with 0.
@@ -75,22 +86,32 @@ pub fn main() -> ExitCode {
 
 fn run(command: &Command, console: &Console, out: &mut dyn Write) -> Verdict {
     let verdict = match command {
-        Command::Verify(args) => verify::verify(args),
+        Command::Verify(args) => verify::verify(args, out),
         Command::Check(args) => check::check(args, console, out),
         Command::Compare(args) => compare::compare(args, console, out),
         Command::Gen(args) => generate::generate(args, out).map(|()| Verdict::Pass),
+        Command::Identify(args) => identify::identify(args, console, out),
+        Command::Replay(args) => replay::replay(args, console, out),
+        Command::Shrink(args) => replay::shrink(args, console, out),
         Command::Memory(args) => written(out.write_all(memory::memory(args).as_bytes())).map(|()| Verdict::Pass),
         Command::Explain(args) => explain::run(args, out),
         Command::Score(args) => score::run(args, out),
         Command::Bench(args) => {
             bench::bench(args).and_then(|text| written(out.write_all(text.as_bytes()))).map(|()| Verdict::Pass)
         }
+        Command::Dumper(args) => written(out.write_all(dumper::dumper(args).as_bytes())).map(|()| Verdict::Pass),
         Command::Doctor(args) => args.run(out).map(|()| Verdict::Pass),
+        Command::BrokenPromise => panic!("as asked for"),
     };
     verdict.unwrap_or_else(|error| {
-        eprintln!("error: {}", one_line(&error.to_string()));
+        complain(&format!("error: {}", one_line(&error.to_string())));
         Verdict::from(&error)
     })
+}
+
+/// A line on standard error. Where nobody can read it, the exit code still says what it is.
+fn complain(message: &str) {
+    let _ = writeln!(std::io::stderr(), "{message}");
 }
 
 /// A report that cannot be written is an error like any other.

@@ -1,6 +1,6 @@
 //! `sonicmoe verify`: the main job on the command line.
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -9,13 +9,14 @@ use serde_json::json;
 use crate::activation::Activation;
 use crate::case::Class;
 use crate::case::campaign::Fixed;
+use crate::cli::{complain, written};
 use crate::element::DType;
 use crate::error::Result;
 use crate::oracle::Verdict;
 use crate::report::{Align, Table, count, number};
 use crate::shape::Shape;
 use crate::sonic::gpu::GpuEngine;
-use crate::verify::{Campaign, Findings, Subject, campaign};
+use crate::verify::{Campaign, Findings, Shard, Subject, campaign};
 
 /// Draws random MoE layers, runs them through standard autograd and through SonicMoE, and judges
 /// every result.
@@ -26,6 +27,7 @@ Examples:
   sonicmoe verify --dtype f32 --cases 1000
   sonicmoe verify --shape 2048,256,128,16,4 --activation geglu --cases 5
   sonicmoe verify --seed 7 --first 123 --cases 1   repeats one case of a campaign
+  sonicmoe verify --cases 10000 --shard 3/8        the third of eight machines
   sonicmoe verify --device cuda --cases 500        the Hopper kernels alone
 
 Exit code: 0 all claims hold, 1 a number is wrong, 2 bad input, 4 a claim was not judged, or\n--device cuda without a device.")]
@@ -39,6 +41,10 @@ pub struct VerifyArgs {
     /// The index of the first case: a failing case is repeated by its index
     #[arg(long, default_value_t = 0)]
     first: u64,
+    /// Draw every n-th case only, from the i-th on: the n shards of a campaign are disjoint, and
+    /// together they are the campaign
+    #[arg(long, value_name = "I/N", default_value = "1/1")]
+    shard: Shard,
     /// Draw only this size: T,d,n,E,K
     #[arg(long)]
     shape: Option<Shape>,
@@ -67,24 +73,25 @@ enum Place {
 /// verdict.
 ///
 /// # Errors
-/// A size that cannot be drawn, or a device that fails.
-pub fn verify(args: &VerifyArgs) -> Result<Verdict> {
+/// A size that cannot be drawn, a device that fails, or output that cannot be written.
+pub fn verify(args: &VerifyArgs, out: &mut dyn Write) -> Result<Verdict> {
     let plan = Campaign {
         seed: args.seed,
         first: args.first,
         cases: args.cases,
+        shard: args.shard,
         fixed: Fixed { shape: args.shape, activation: args.activation },
         dtype: args.dtype,
     };
     let mut verdict = Verdict::Pass;
     if args.device != Some(Place::Cuda) {
-        verdict = verdict.max(run_and_print(args, &plan, Subject::Cpu)?);
+        verdict = verdict.max(run_and_print(args, &plan, Subject::Cpu, out)?);
     }
     if args.device != Some(Place::Cpu) {
         match GpuEngine::open() {
-            Ok(engine) => verdict = verdict.max(run_and_print(args, &plan, Subject::Cuda(&engine))?),
+            Ok(engine) => verdict = verdict.max(run_and_print(args, &plan, Subject::Cuda(&engine), out)?),
             Err(absence) => {
-                eprintln!("skipped: the CUDA path: {absence}");
+                complain(&format!("skipped: the CUDA path: {absence}"));
                 if args.device == Some(Place::Cuda) {
                     verdict = Verdict::Incomplete;
                 }
@@ -94,9 +101,9 @@ pub fn verify(args: &VerifyArgs) -> Result<Verdict> {
     Ok(verdict)
 }
 
-fn run_and_print(args: &VerifyArgs, plan: &Campaign, subject: Subject<'_>) -> Result<Verdict> {
+fn run_and_print(args: &VerifyArgs, plan: &Campaign, subject: Subject<'_>, out: &mut dyn Write) -> Result<Verdict> {
     let bar = if std::io::stderr().is_terminal() && !args.json {
-        ProgressBar::new(args.cases).with_style(
+        ProgressBar::new(plan.shard.of(plan.first, plan.cases)).with_style(
             ProgressStyle::with_template("{bar:40} {pos}/{len} problems, {eta} left")
                 .unwrap_or_else(|_| ProgressStyle::default_bar()),
         )
@@ -110,11 +117,11 @@ fn run_and_print(args: &VerifyArgs, plan: &Campaign, subject: Subject<'_>) -> Re
         Subject::Cpu => format!("the CPU in {} with f32 sums", plan.dtype),
         Subject::Cuda(engine) => format!("{} in bf16 with f32 sums", engine.device().properties().name),
     };
-    if args.json {
-        println!("{}", as_json(plan, &engine, &findings));
-    } else {
-        print!("{}", as_text(plan, subject, &engine, &findings));
-    }
+    let report = match args.json {
+        true => as_json(plan, subject, &engine, &findings) + "\n",
+        false => as_text(plan, subject, &engine, &findings),
+    };
+    written(out.write_all(report.as_bytes()))?;
     Ok(findings.verdict())
 }
 
@@ -165,8 +172,10 @@ fn as_text(plan: &Campaign, subject: Subject<'_>, engine: &str, findings: &Findi
 
     for failure in findings.failures.iter().take(8) {
         let claim = &failure.finding.claim;
+        let id = failure.id(subject.name(plan.dtype));
         text += &format!(
-            "\n{} / {}\n  {}\n  case {}: {}\n  repeat: sonicmoe verify --seed {} --first {} --cases 1 --dtype {}{}\n",
+            "\n{} / {}\n  {}\n  case {}: {}\n  repeat: sonicmoe replay {id}\n  smaller: sonicmoe shrink {id}\n  \
+             with every oracle: sonicmoe verify --seed {} --first {} --cases 1 --dtype {}{}\n",
             claim.section.title(),
             claim.subject,
             failure.finding.explanation,
@@ -191,7 +200,7 @@ fn held_fixed(plan: &Campaign, subject: Subject<'_>) -> String {
     shape.into_iter().chain(activation).chain(device).collect()
 }
 
-fn as_json(plan: &Campaign, engine: &str, findings: &Findings) -> String {
+fn as_json(plan: &Campaign, subject: Subject<'_>, engine: &str, findings: &Findings) -> String {
     let claims: Vec<_> = findings
         .claims
         .iter()
@@ -215,7 +224,8 @@ fn as_json(plan: &Campaign, engine: &str, findings: &Findings) -> String {
         .map(|failure| {
             json!({
                 "claim": failure.finding.claim.subject, "index": failure.index,
-                "case": failure.case.to_string(), "explanation": failure.finding.explanation,
+                "case": failure.case.to_string(), "id": failure.id(subject.name(plan.dtype)).to_string(),
+                "explanation": failure.finding.explanation,
             })
         })
         .collect();
@@ -224,7 +234,8 @@ fn as_json(plan: &Campaign, engine: &str, findings: &Findings) -> String {
         .map(|class| (class.name().to_owned(), json!(findings.classes.get(class).unwrap_or(&0))))
         .collect();
     json!({
-        "engine": engine, "seed": plan.seed, "first": plan.first, "cases": findings.cases, "dtype": plan.dtype.name(),
+        "engine": engine, "seed": plan.seed, "first": plan.first,
+        "shard": plan.shard.to_string(), "cases": findings.cases, "dtype": plan.dtype.name(),
         "classes": classes, "claims": claims, "failures": failures, "verdict": findings.verdict().name(),
     })
     .to_string()

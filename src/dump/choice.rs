@@ -58,6 +58,11 @@ struct Logits {
 }
 
 impl Dump {
+    /// The experts that the file's ids send a token to.
+    pub(super) fn experts_of(&self, token: usize) -> Option<Vec<usize>> {
+        self.ids.as_ref().map(|ids| experts_of(ids, token))
+    }
+
     /// The routing that the file's producer used, as far as the file shows it, if its arithmetic
     /// is `numerics`.
     ///

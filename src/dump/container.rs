@@ -83,6 +83,11 @@ impl Container {
         self.tensors.keys().map(String::as_str)
     }
 
+    /// The shape of a tensor.
+    pub fn shape(&self, name: &str) -> Option<&[usize]> {
+        self.tensors.get(name).map(|entry| entry.shape.as_slice())
+    }
+
     /// The strings of the header.
     pub fn strings(&self) -> &BTreeMap<String, String> {
         &self.strings

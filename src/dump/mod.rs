@@ -33,12 +33,14 @@
 mod choice;
 mod container;
 mod counts;
+mod identify;
 mod metadata;
 mod outputs;
 mod read;
 mod write;
 
 pub use choice::{Chosen, Source};
+pub use identify::{Candidate, Reading, identify};
 pub use metadata::{GatingKind, Metadata, Model, Overrides};
 pub use outputs::Outputs;
 pub use write::{write, write_inputs};

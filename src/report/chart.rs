@@ -47,7 +47,8 @@ fn picture(height: f64, description: &str) -> Markup {
 pub fn intervals(rows: &[Interval]) -> Markup {
     const ROW: f64 = 24.0;
     const TOP: f64 = 8.0;
-    const LEFT: f64 = 210.0;
+    // The longest label: a_prime of 4 down backward, activation.
+    const LEFT: f64 = 265.0;
     const RIGHT: f64 = 640.0;
     let positive = |value: &f64| *value > 0.0 && value.is_finite();
     let sizes: Vec<f64> = rows.iter().flat_map(|row| [row.error, row.bound]).filter(positive).collect();
@@ -196,13 +197,14 @@ pub fn columns(counts: &[usize], tile: usize) -> Markup {
     svg
 }
 
-/// What each system keeps, tensor by tensor, as stacked bars; the class of a tensor is `m` and its
-/// place.
+/// The classes of the tensors of [`stacks`], in their order.
+pub const TENSORS: [&str; 5] = ["m0", "m1", "m2", "m3", "m4"];
+
+/// What each system keeps, tensor by tensor, as stacked bars.
 pub fn stacks(systems: &[(&str, [(&'static str, u128); 5])]) -> Markup {
     const ROW: f64 = 30.0;
-    const LEFT: f64 = 210.0;
+    const LEFT: f64 = 230.0;
     const RIGHT: f64 = 620.0;
-    const CLASSES: [&str; 5] = ["m0", "m1", "m2", "m3", "m4"];
     let total = |tensors: &[(&str, u128)]| tensors.iter().fold(0u128, |sum, (_, bytes)| sum.saturating_add(*bytes));
     let most = systems.iter().map(|(_, tensors)| total(tensors)).max().unwrap_or(0).max(1);
     let mut svg = picture(ROW * systems.len() as f64 + 4.0, "bytes kept from forward to backward, system by system");
@@ -210,7 +212,7 @@ pub fn stacks(systems: &[(&str, [(&'static str, u128); 5])]) -> Markup {
         let y = ROW * place as f64 + 4.0;
         svg.leaf("text", &[("x", &(LEFT - 12.0)), ("y", &(y + 15.0)), ("text-anchor", &"end")], name);
         let mut x = LEFT;
-        for (class, (tensor, bytes)) in CLASSES.iter().zip(tensors).filter(|(_, (_, bytes))| *bytes > 0) {
+        for (class, (tensor, bytes)) in TENSORS.iter().zip(tensors).filter(|(_, (_, bytes))| *bytes > 0) {
             let width = (RIGHT - LEFT) * (*bytes as f64 / most as f64);
             let (at, wide) = (coordinate(x), coordinate((width - 1.0).max(0.5)));
             svg.open("g", &[]);

@@ -19,6 +19,8 @@ pub struct Examination {
     pub routing: Routing,
     /// One finding per claim.
     pub findings: Vec<Finding>,
+    /// What the engine gave.
+    pub results: Results,
 }
 
 /// Runs `engine` on `problem` and judges all that it gives.
@@ -53,7 +55,7 @@ pub fn examine<S: Element>(engine: &dyn Engine<S>, problem: &Problem<'_, S>) -> 
     findings.push(empty_experts(&outcome));
     findings.push(pairless_tokens(&outcome));
     findings.push(repeats(&outcome.results, &again.results));
-    Ok(Examination { routing: outcome.routing, findings })
+    Ok(Examination { routing: outcome.routing, findings, results: outcome.results })
 }
 
 /// The kernels' results in the order of the method: kernels 1 to 8, bias gradients, router.

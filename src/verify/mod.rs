@@ -14,8 +14,11 @@ mod claim;
 mod exact;
 mod examine;
 mod function;
+mod identity;
 mod laws;
 mod museum;
+mod shard;
+mod shrink;
 mod suite;
 
 pub use agreement::agreement;
@@ -24,8 +27,11 @@ pub use exact::exact_regime;
 pub use examine::{Examination, examine};
 pub(crate) use examine::{empty_experts, pairless_tokens};
 pub use function::{FunctionEngine, Layer};
+pub use identity::{CaseId, EngineName, Oracle, Replay, Task};
 pub use laws::laws;
 pub use museum::{Skipped, museum, show};
+pub use shard::Shard;
+pub use shrink::{Shrunk, shrink, shrink_case, shrink_values};
 pub use suite::{Report, suite};
 
 use std::collections::BTreeMap;
@@ -50,8 +56,10 @@ pub struct Campaign {
     pub seed: u64,
     /// The index of the first case.
     pub first: u64,
-    /// How many cases.
+    /// How many cases, before they are split.
     pub cases: u64,
+    /// Which of them are drawn here.
+    pub shard: Shard,
     /// What every case has in common.
     pub fixed: Fixed,
     /// The storage type under judgement.
@@ -80,6 +88,13 @@ pub struct Findings {
     pub claims: BTreeMap<Claim, Tally>,
     /// Every failure, in the order of cases.
     pub failures: Vec<Failure>,
+}
+
+impl Failure {
+    /// The line that repeats it.
+    pub fn id(&self, engine: EngineName) -> CaseId {
+        CaseId { case: self.case.clone(), engine, oracle: Oracle::of(&self.finding.claim) }
+    }
 }
 
 impl Findings {
@@ -112,6 +127,14 @@ pub enum Subject<'e> {
 }
 
 impl Subject<'_> {
+    /// The name by which a case of it can be replayed.
+    pub fn name(self, dtype: DType) -> EngineName {
+        match self {
+            Self::Cpu => EngineName::Cpu(dtype),
+            Self::Cuda(_) => EngineName::Cuda,
+        }
+    }
+
     fn limits(self) -> Limits {
         match self {
             Self::Cpu => Limits::SMALL,
@@ -120,7 +143,7 @@ impl Subject<'_> {
     }
 
     /// Cases examined side by side. A device takes one at a time, and the oracles are parallel.
-    fn side_by_side(self) -> u64 {
+    fn side_by_side(self) -> usize {
         match self {
             Self::Cpu => 16,
             Self::Cuda(_) => 1,
@@ -163,10 +186,11 @@ impl Subject<'_> {
 pub fn campaign(campaign: &Campaign, subject: Subject<'_>, mut progress: impl FnMut(u64)) -> Result<Findings> {
     let mut findings = Findings::default();
     let end = campaign.first.saturating_add(campaign.cases);
-    for start in (campaign.first..end).step_by(subject.side_by_side() as usize) {
-        let batch: Vec<_> = (start..end.min(start + subject.side_by_side()))
-            .into_par_iter()
-            .map(|index| {
+    let indices: Vec<u64> = (campaign.first..end).filter(|index| campaign.shard.holds(*index)).collect();
+    for indices in indices.chunks(subject.side_by_side()) {
+        let batch: Vec<_> = indices
+            .par_iter()
+            .map(|&index| {
                 let case = campaign::case(campaign.seed, index, subject.limits(), campaign.fixed);
                 let (examined, classes) = subject.examine(&case, campaign.dtype)?;
                 let exact = subject.exact_regime(campaign, index)?;
@@ -203,6 +227,6 @@ fn exact_on<S: Element>(case: &Case, engine: &dyn Engine<S>) -> Result<Vec<Findi
 }
 
 fn examine_stored<S: Element>(case: &Case, engine: &dyn Engine<S>) -> Result<(Vec<Finding>, Vec<Class>)> {
-    let Examination { routing, findings } = examine(engine, &case.problem::<S>()?)?;
+    let Examination { routing, findings, .. } = examine(engine, &case.problem::<S>()?)?;
     Ok((findings, case.classes(&routing).into_iter().collect()))
 }

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use clap::Parser;
 use safetensors::SafeTensors;
 use safetensors::tensor::{TensorView, serialize_to_file};
+use sonicmoe::case::museum::{Answer, EXHIBITS};
 use sonicmoe::cli::check::{CheckArgs, check_file};
 use sonicmoe::cli::generate::{GenArgs, generate};
 use sonicmoe::dump::{Dump, Overrides};
@@ -19,7 +20,7 @@ struct Line {
 }
 
 /// Runs `gen` with these words and returns the file's path.
-fn generated(name: &str, words: &str) -> PathBuf {
+pub fn generated(name: &str, words: &str) -> PathBuf {
     let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("generated_{name}.safetensors"));
     let line = ["gen"].into_iter().chain(words.split_whitespace()).chain([path.to_str().unwrap()]);
     generate(&Line::parse_from(line).args, &mut Vec::new()).unwrap();
@@ -80,6 +81,30 @@ fn every_choice_of_arguments_is_read_back_as_it_was_said() {
         let largest = problem.x().fold(0.0f64, |largest, value| largest.max(value.abs()));
         assert_eq!(largest < 0.1, words.contains("--regime small") || problem.t() == 0);
         assert!(dump.results.is_empty() && dump.unused.is_empty());
+    }
+}
+
+#[test]
+fn the_exact_regime_is_given_routing_and_its_right_results_pass() {
+    for regime in ["exact", "exact-fine-scores"] {
+        let words = format!("--shape 40,32,24,5,2 --regime {regime} --biases --with-results --with-intermediates");
+        let path = generated(&format!("regime_{regime}"), &words);
+        let dump = Dump::read(&path, &Overrides::default()).unwrap();
+        assert!(dump.problem.router_w().is_none() && dump.problem.dout().iter().all(|value| value.abs() == 1.0));
+        let checked = check_file(&path, &CheckArgs::default()).unwrap();
+        assert_eq!(checked.faults().iter().filter(|(_, verdict)| *verdict == Verdict::NumericFailure).count(), 0);
+    }
+}
+
+#[test]
+fn every_exhibit_with_results_becomes_a_file_that_passes() {
+    for exhibit in EXHIBITS.into_iter().filter(|exhibit| exhibit.answer == Answer::Results) {
+        let path = generated(&format!("museum_{}", exhibit.name), &format!("--museum {} --with-results", exhibit.name));
+        let checked = check_file(&path, &CheckArgs::default()).unwrap();
+        assert!(checked.missing.is_empty(), "{}: {}", exhibit.name, checked.report());
+        // Some exhibits are so small that a wrong result has the right numbers too.
+        let wrong = checked.faults().into_iter().find(|(_, verdict)| *verdict != Verdict::Vacuous);
+        assert!(wrong.is_none(), "{}: {}", exhibit.name, checked.report());
     }
 }
 

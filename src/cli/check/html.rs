@@ -166,5 +166,9 @@ fn memory(article: &mut Markup, dump: &Dump) {
     let pairs = count(problem.routed() as u64);
     let note = format!("What each system keeps for a layer of this size, {pairs} pairs in {}.", dump.storage);
     article.leaf("p", &[("class", &"soft")], note);
+    article.literal("<div class=\"legend\">");
+    let tensors = System::PlainAutograd.tensors(layer).map(|(tensor, _)| tensor);
+    chart::TENSORS.iter().zip(tensors).for_each(|(class, tensor)| legend(article, class, tensor));
+    article.literal("</div>\n");
     article.append(&chart::stacks(&System::ALL.map(|system| (system.name(), system.tensors(layer)))));
 }
