@@ -5,13 +5,13 @@ pub mod check;
 pub mod compare;
 mod console;
 pub mod doctor;
-pub mod explain;
 pub mod dumper;
+pub mod explain;
 pub mod generate;
 pub mod identify;
 pub mod memory;
-pub mod score;
 pub mod replay;
+pub mod score;
 pub mod verify;
 
 pub use console::{Console, Progress};

@@ -12,7 +12,7 @@ use sonicmoe::engine::{Backward, Forward, Gradients, Ledger, Numerics, Output, P
 use sonicmoe::oracle::buffers::{Guarded, Violation, examine};
 use sonicmoe::routing::Routing;
 use sonicmoe::sonic::cpu::CpuEngine;
-use sonicmoe::verify::{Campaign, Claim, Section, Subject, campaign, laws, suite};
+use sonicmoe::verify::{Campaign, Claim, Section, Shard, Subject, campaign, laws, suite};
 use sonicmoe::{DType, Element, Engine, Problem, Record, Result, run};
 
 fn case(seed: u64) -> Case {
@@ -184,7 +184,8 @@ fn a_faulty_engine_fails_the_suite_in_every_section_that_sees_results() {
 
 #[test]
 fn a_campaign_shows_the_exact_regime_as_claims() {
-    let plan = Campaign { seed: 5, first: 0, cases: 16, fixed: Fixed::default(), dtype: DType::BF16 };
+    let plan =
+        Campaign { seed: 5, first: 0, cases: 16, shard: Shard::WHOLE, fixed: Fixed::default(), dtype: DType::BF16 };
     let findings = campaign(&plan, Subject::Cpu, |_| ()).unwrap();
     assert_eq!(findings.verdict().code(), 0, "{:?}", findings.failures);
     assert_eq!(findings.cases, 16);
