@@ -7,6 +7,7 @@
 //! | [`statistic`] | is it within what a correct engine does not exceed on random data? |
 //! | [`bias`] | do its errors lean to one side, or towards a known fault? |
 //! | [`energy`] | is it of another kind altogether? |
+//! | [`dependence`] | may statistics judge these data? |
 //! | [`exact`] | is it, bit for bit, the only value that exact sums leave? |
 //! | [`mod@judge`] | how far is a result from its truth, where, and would an error have been seen? |
 //! | [`vacuity`] | would a wrong result have passed? |
@@ -20,6 +21,7 @@ pub mod bias;
 pub mod bound;
 pub mod buffers;
 pub mod cluster;
+pub mod dependence;
 pub mod difference;
 pub mod energy;
 pub mod exact;

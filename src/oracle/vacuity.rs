@@ -32,7 +32,7 @@ pub type Impostor<'a> = (&'static str, &'a ArrayD<f64>);
 
 /// The impostors that pass for `bounded`: zeros, a constant, the sign flipped, rows shifted by one, and
 /// those of `others` that have its shape and are not the truth. `dtype` is the type that the result is
-/// stored in.
+/// stored in. One passes if it is within the bound and `other_oracles` accept it too.
 ///
 /// ```
 /// use ndarray::arr2;
@@ -42,13 +42,19 @@ pub type Impostor<'a> = (&'static str, &'a ArrayD<f64>);
 ///
 /// let truth = arr2(&[[1.0, -2.0], [3.0, 0.5]]).into_dyn();
 /// let wide = Bounded { bound: truth.mapv(|_| 3.5), truth };
-/// assert_eq!(vacuity::passing(Output::O, DType::F32, &wide, &[])?, ["zeros", "rows shifted by one"]);
+/// assert_eq!(vacuity::passing(Output::O, DType::F32, &wide, &[], |_| Ok(true))?, ["zeros", "rows shifted by one"]);
 /// # Ok::<(), sonicmoe::Error>(())
 /// ```
 ///
 /// # Errors
 /// A bound of another shape than its truth.
-pub fn passing(output: Output, dtype: DType, bounded: &Bounded, others: &[Impostor<'_>]) -> Result<Vec<&'static str>> {
+pub fn passing(
+    output: Output,
+    dtype: DType,
+    bounded: &Bounded,
+    others: &[Impostor<'_>],
+    other_oracles: impl Fn(&Stored) -> Result<bool>,
+) -> Result<Vec<&'static str>> {
     let truth = &bounded.truth;
     let constant = if truth.is_empty() { 0.0 } else { (truth.mapv(|v| v * v).sum() / truth.len() as f64).sqrt() };
     let constant = if constant == 0.0 { 1.0 } else { constant };
@@ -65,7 +71,8 @@ pub fn passing(output: Output, dtype: DType, bounded: &Bounded, others: &[Impost
     for (name, values) in impostors {
         let differs = values.iter().zip(truth).any(|(a, b)| (a - b).abs() > SAME * scale);
         let values = values.mapv(|value| dtype.round(value));
-        if differs && judge(output, &Stored { dtype, values }, bounded)?.passes() {
+        let stored = Stored { dtype, values };
+        if differs && judge(output, &stored, bounded)?.passes() && other_oracles(&stored)? {
             passing.push(name);
         }
     }
@@ -125,7 +132,7 @@ mod tests {
     fn passing_under(bound: f64, others: &[Impostor<'_>]) -> Vec<&'static str> {
         let truth = arr2(&[[1.0, -2.0], [3.0, 0.5]]).into_dyn();
         let bounded = Bounded { bound: truth.mapv(|_| bound), truth };
-        passing(Output::O, DType::F32, &bounded, others).unwrap()
+        passing(Output::O, DType::F32, &bounded, others, |_| Ok(true)).unwrap()
     }
 
     #[test]
@@ -145,10 +152,19 @@ mod tests {
     }
 
     #[test]
+    fn an_impostor_that_another_oracle_sees_does_not_pass() {
+        let truth = arr2(&[[1.0, -2.0], [3.0, 0.5]]).into_dyn();
+        let bounded = Bounded { bound: truth.mapv(|_| 3.5), truth };
+        let not_zero = |stored: &Stored| Ok(stored.values.iter().any(|&value| value != 0.0));
+        let left = passing(Output::O, DType::F32, &bounded, &[], not_zero).unwrap();
+        assert_eq!(left, ["rows shifted by one"]);
+    }
+
+    #[test]
     fn the_truth_itself_is_no_impostor() {
         let zeros = ArrayD::zeros(vec![3, 2]);
         let bounded = Bounded { truth: zeros.clone(), bound: zeros.clone() };
         let itself = [("the previous case's output", &zeros)];
-        assert!(passing(Output::Dw1, DType::BF16, &bounded, &itself).unwrap().is_empty());
+        assert!(passing(Output::Dw1, DType::BF16, &bounded, &itself, |_| Ok(true)).unwrap().is_empty());
     }
 }

@@ -5,6 +5,7 @@ mod explained;
 mod malformed;
 mod real;
 mod round_trip;
+mod statistics;
 mod wrong;
 
 use std::path::Path;

@@ -197,6 +197,8 @@ pub(super) fn cause(judged: &Judged) -> String {
         for cluster in clusters {
             let _ = write!(text, "; {cluster}");
         }
+    } else if !judged.biased.is_empty() {
+        let _ = write!(text, "within its bound, but biased: {}", judged.biased.join(", "));
     } else if skipped == elements {
         text += "no element could be judged: all may lie beyond the range of the type";
     } else {
@@ -213,6 +215,9 @@ fn remarks(dump: &Dump, trial: &Trial) -> Vec<String> {
             let (skipped, elements) = (count(*skipped as u64), count(*elements as u64));
             lines.push(format!("{output}: {skipped} of {elements} elements not judged, beyond the range of the type"));
         }
+    }
+    if let Some(repetition) = &trial.dependent {
+        lines.push(format!("bias was not judged: {repetition}, so errors are not independent"));
     }
     if !dump.missing.is_empty() {
         let names: Vec<&str> = dump.missing.iter().map(|output| output.name()).collect();

@@ -8,8 +8,9 @@ use crate::dump::{Chosen, Dump, Model};
 use crate::element::DType;
 use crate::engine::{Numerics, Output, Stored};
 use crate::error::Result;
+use crate::oracle::bias::Twin;
 use crate::oracle::judge::compare;
-use crate::oracle::{Bounded, HeatMap, Judgement, Verdict, bound, judge, kernel, vacuity};
+use crate::oracle::{Bounded, HeatMap, Judgement, Verdict, bound, dependence, judge, kernel, vacuity};
 use crate::report::number;
 use crate::routing::Routing;
 
@@ -22,6 +23,8 @@ pub(super) struct Judged {
     pub dtype: DType,
     /// Element by element.
     pub judgement: Judgement,
+    /// What is biased though every element is within its bound.
+    pub biased: Vec<String>,
     /// Wrong results that would have passed.
     pub impostors: Vec<&'static str>,
 }
@@ -29,7 +32,7 @@ pub(super) struct Judged {
 impl Judged {
     pub fn verdict(&self) -> Verdict {
         let nothing_judged = self.judgement.elements > 0 && self.judgement.judged() == 0;
-        if !self.judgement.passes() {
+        if !self.judgement.passes() || !self.biased.is_empty() {
             Verdict::NumericFailure
         } else if nothing_judged || !self.impostors.is_empty() {
             Verdict::Vacuous
@@ -51,6 +54,8 @@ pub(super) struct Trial {
     pub judged: Vec<Judged>,
     /// Results of the file for which this model has no bound.
     pub unjudged: Vec<Output>,
+    /// Why no statistics judge, if none do.
+    pub dependent: Option<String>,
     /// The layer's truths and bounds, until impostors have tried to pass.
     bounds: BTreeMap<Output, Bounded>,
 }
@@ -81,7 +86,7 @@ impl Trial {
                 }
             }
         }
-        Ok(Self { model, numerics, chosen, counts, judged, unjudged, bounds })
+        Ok(Self { model, numerics, chosen, counts, judged, unjudged, dependent: None, bounds })
     }
 
     /// Whether every result is within its bound.
@@ -111,18 +116,56 @@ impl Trial {
         text
     }
 
-    /// Lets wrong results try to pass in the place of each result of the layer.
+    /// Looks for bias in each result of the layer, and lets wrong results try to pass in its place.
+    ///
+    /// Bias is a statistic: it judges only where the inputs repeat nothing, and by the arithmetic of the
+    /// last model that the file may have, because roundings of a looser model look like bias to a
+    /// tighter one.
     pub fn try_impostors(&mut self, dump: &Dump) -> Result<()> {
         let bounds = std::mem::take(&mut self.bounds);
-        let swapped = vacuity::gate_and_up_swapped(&dump.problem, &self.chosen.routing, &self.numerics)?;
+        let routing = &self.chosen.routing;
+        let swapped = vacuity::gate_and_up_swapped(&dump.problem, routing, &self.numerics)?;
+        self.dependent = dependence::repetition(&dump.problem);
+        let loosest = dump.models().last().map_or(self.numerics, |&model| dump.numerics(model));
+        let twin = match self.dependent {
+            None => Some(Twin::new(&dump.problem, routing, &loosest)?),
+            Some(_) => None,
+        };
         for judged in self.judged.iter_mut().filter(|judged| judged.kernel.is_none()) {
             let output = judged.judgement.output;
             let (Some(bounded), Some(stored)) = (bounds.get(&output), dump.results.get(&output)) else { continue };
-            let swapped = swapped.get(&output).map(|swapped| ("gate and up swapped", swapped));
-            judged.impostors = vacuity::passing(output, stored.dtype, bounded, swapped.as_slice())?;
+            let swapped = swapped.get(&output);
+            let biases = |stored: &Stored| match &twin {
+                Some(twin) => biased(twin, output, stored, swapped),
+                None => Ok(Vec::new()),
+            };
+            judged.biased = biases(stored)?;
+            let others = swapped.map(|swapped| ("gate and up swapped", swapped));
+            let unbiased = |impostor: &Stored| Ok(biases(impostor)?.is_empty());
+            judged.impostors = vacuity::passing(output, stored.dtype, bounded, others.as_slice(), unbiased)?;
         }
         Ok(())
     }
+}
+
+/// The biases of a result that a correct engine does not have: of its size, and towards the result of
+/// an engine that takes gate for up.
+fn biased(twin: &Twin, output: Output, stored: &Stored, swapped: Option<&ArrayD<f64>>) -> Result<Vec<String>> {
+    // Intermediates share roundings in ways that the twin does not list.
+    if !Output::RESULTS.contains(&output) {
+        return Ok(Vec::new());
+    }
+    let mut found = Vec::new();
+    let Some(truth) = twin.truth(output) else { return Ok(found) };
+    let zeros = ArrayD::zeros(truth.raw_dim());
+    let directions = [("of a kernel that shrinks it to 0", Some(&zeros)), ("of gate and up swapped", swapped)];
+    for (fault, wrong) in directions {
+        let Some(wrong) = wrong else { continue };
+        if let Some(bias) = twin.directed(output, stored, wrong)?.filter(|bias| !bias.passes()) {
+            found.push(format!("{}% {fault} ({} deviations)", number(100.0 * bias.beta), number(bias.z)));
+        }
+    }
+    Ok(found)
 }
 
 /// Whether the file has a tensor that one kernel wrote for another to read.
@@ -146,7 +189,7 @@ fn judge_in_file(
     if matches!(output, Output::Ds | Output::Scores) {
         judgement.heat = by_token_and_expert(routing, &stored, &bounded);
     }
-    Ok(Judged { kernel, dtype: stored.dtype, judgement, impostors: Vec::new() })
+    Ok(Judged { kernel, dtype: stored.dtype, judgement, biased: Vec::new(), impostors: Vec::new() })
 }
 
 /// Where the errors of values by pair are; the number of a pair would say nothing.

@@ -1,0 +1,110 @@
+//! Whether statistics may judge: errors are independent only where the data are.
+//!
+//! [`statistic`](super::statistic) and [`bias`](super::bias) take the roundings of different numbers as
+//! independent. They are not where numbers are equal: tokens that repeat each other (padding, a word
+//! twice), a dout of ones (the loss was a sum), experts copied from one another. A correct engine
+//! then exceeds six deviations (eight were seen with identical tokens), so a verdict on somebody's
+//! numbers may rest on statistics only if no two lines of the inputs are equal. Bounds assume nothing,
+//! and judge in any case.
+
+use std::collections::HashMap;
+use std::collections::hash_map::{DefaultHasher, Entry};
+use std::hash::{Hash, Hasher};
+
+use ndarray::{ArrayView1, ArrayView3, Axis};
+
+use crate::problem::Problem;
+
+/// What repeats in the inputs of a problem, if anything does: two equal rows of x, rows or columns of
+/// dout, rows of w1 (a unit's gate or up) or columns of w2 (a unit), up to sign and powers of two, which
+/// roundings do not see. Lines of zeros count in x alone; elsewhere they have no errors.
+///
+/// ```
+/// use sonicmoe::case::Case;
+/// use sonicmoe::oracle::dependence;
+/// let problem = Case::new("20,16,24,3,2".parse()?).problem::<f64>()?;
+/// assert_eq!(dependence::repetition(&problem), None);
+/// # Ok::<(), sonicmoe::Error>(())
+/// ```
+pub fn repetition(problem: &Problem<'_, f64>) -> Option<String> {
+    let (x, dout) = (problem.x(), problem.dout());
+    let named = |what: &str, (first, second): (usize, usize)| format!("{what} {first} and {second} are equal");
+    let (units_of_w1, units_of_w2) = (lines(problem.w1(), 0), lines(problem.w2(), 1));
+    equal(x.axis_iter(Axis(0)), true)
+        .map(|pair| named("x of tokens", pair))
+        .or_else(|| equal(dout.axis_iter(Axis(0)), false).map(|pair| named("dout of tokens", pair)))
+        .or_else(|| equal(dout.axis_iter(Axis(1)), false).map(|pair| named("columns of dout", pair)))
+        .or_else(|| equal(units_of_w1, false).map(|pair| named("rows of w1, counted over experts,", pair)))
+        .or_else(|| equal(units_of_w2, false).map(|pair| named("columns of w2, counted over experts,", pair)))
+}
+
+/// The lines of every expert's matrix along one axis, rows for 0.
+fn lines(weights: ArrayView3<'_, f64>, axis: usize) -> impl Iterator<Item = ArrayView1<'_, f64>> {
+    let (experts, lines) = (weights.len_of(Axis(0)), weights.len_of(Axis(1 + axis)));
+    let places = (0..experts).flat_map(move |expert| (0..lines).map(move |line| (expert, line)));
+    places.map(move |(expert, line)| weights.index_axis_move(Axis(0), expert).index_axis_move(Axis(axis), line))
+}
+
+/// The first line that equals an earlier one, with that one.
+fn equal<'a>(lines: impl Iterator<Item = ArrayView1<'a, f64>>, zeros_count: bool) -> Option<(usize, usize)> {
+    let mut seen: HashMap<u64, usize> = HashMap::new();
+    for (place, line) in lines.enumerate() {
+        let leading = line.iter().copied().find(|&value| value != 0.0);
+        // One number alone equals every other up to a power of two too easily to mean anything.
+        if (leading.is_none() && !zeros_count) || line.len() < 2 {
+            continue;
+        }
+        let scale = leading.map_or(1.0, |value| libm::ldexp(value.signum(), -libm::frexp(value).1));
+        let mut hasher = DefaultHasher::new();
+        // + 0 makes one zero of both.
+        line.iter().for_each(|value| (value * scale + 0.0).to_bits().hash(&mut hasher));
+        match seen.entry(hasher.finish()) {
+            Entry::Occupied(first) => return Some((*first.get(), place)),
+            Entry::Vacant(empty) => _ = empty.insert(place),
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::case::{Case, Pairing};
+    use crate::problem::{Biases, Gating};
+    use ndarray::{Array2, Array3, s};
+
+    fn with(change: impl FnOnce(&mut Array2<f64>, &mut Array3<f64>, &mut Array2<f64>)) -> Option<String> {
+        let case = Case::new("20,16,24,3,2".parse().unwrap()).with_pairing(Pairing::TopK);
+        let drawn = case.problem::<f64>().unwrap();
+        let (mut x, mut w1, mut dout) = (drawn.x().to_owned(), drawn.w1().to_owned(), drawn.dout().to_owned());
+        change(&mut x, &mut w1, &mut dout);
+        let biases = drawn.biases().map(Biases::borrowed);
+        let gating = Gating::borrowed(drawn.gating());
+        repetition(&Problem::new(x, w1, drawn.w2(), biases, gating, drawn.activation(), dout).unwrap())
+    }
+
+    #[test]
+    fn drawn_data_repeat_nothing() {
+        assert_eq!(with(|_, _, _| {}), None);
+    }
+
+    #[test]
+    fn a_token_twice_a_dout_of_ones_and_a_copied_expert_are_found() {
+        let token = with(|x, _, _| {
+            let row = &x.row(3) * -4.0;
+            x.row_mut(17).assign(&row);
+        });
+        assert_eq!(token.unwrap(), "x of tokens 3 and 17 are equal");
+        assert_eq!(with(|_, _, dout| dout.fill(1.0)).unwrap(), "dout of tokens 0 and 1 are equal");
+        let column = with(|_, _, dout| {
+            let column = dout.column(2).to_owned();
+            dout.column_mut(9).assign(&column);
+        });
+        assert_eq!(column.unwrap(), "columns of dout 2 and 9 are equal");
+        let expert = with(|_, w1, _| {
+            let first = w1.slice(s![0, .., ..]).to_owned();
+            w1.slice_mut(s![2, .., ..]).assign(&first);
+        });
+        assert_eq!(expert.unwrap(), "rows of w1, counted over experts, 0 and 96 are equal");
+    }
+}

@@ -1,0 +1,118 @@
+//! What statistics see in a file that every element lets pass, and where they have to hold their tongue.
+
+use half::bf16;
+use ndarray::{Array2, Axis};
+use sonicmoe::case::{Case, Scale};
+use sonicmoe::dump::{Metadata, write};
+use sonicmoe::engine::{Outcome, Output, RoundingModel};
+use sonicmoe::oracle::Verdict;
+use sonicmoe::problem::{Biases, Gating, Problem};
+use sonicmoe::sonic::cpu::CpuEngine;
+use sonicmoe::{Record, run};
+
+use super::edit::{File, save};
+use super::{REAL, check};
+
+/// A layer at scale 0.02, as SonicMoE's own test has it.
+fn small() -> Problem<'static, bf16> {
+    Case::new("256,32,64,6,2".parse().unwrap()).with_scale(Scale::Small).with_seed(3).problem().unwrap()
+}
+
+fn cpu(problem: &Problem<'_, bf16>) -> Outcome {
+    run(&CpuEngine::<f32>::new(), problem, Record::Results).unwrap()
+}
+
+fn file(name: &str, problem: &Problem<'_, bf16>, outcome: &Outcome) -> File {
+    let path = save(name, &[]);
+    let metadata = Metadata { rounding_model: Some(RoundingModel::Fused), ..Metadata::default() };
+    write(&path, problem, &outcome.routing, &outcome.results, &metadata).unwrap();
+    File::read(&path)
+}
+
+/// The results of an engine that takes gate rows for up rows, in the order of the right rows.
+fn with_gate_and_up_swapped(problem: &Problem<'_, bf16>) -> Outcome {
+    let order: Vec<usize> = (0..problem.h_width()).map(|row| row ^ 1).collect();
+    let w1 = problem.w1().select(Axis(1), &order);
+    let (biases, gating) = (problem.biases().map(Biases::borrowed), Gating::borrowed(problem.gating()));
+    let swapped =
+        Problem::new(problem.x(), w1, problem.w2(), biases, gating, problem.activation(), problem.dout()).unwrap();
+    let mut outcome = cpu(&swapped);
+    let dw1 = outcome.results.get_mut(&Output::Dw1).unwrap();
+    dw1.values = dw1.values.select(Axis(1), &order).as_standard_layout().into_owned();
+    outcome
+}
+
+#[test]
+fn at_scale_0_02_a_right_file_passes_and_one_with_gate_and_up_swapped_fails() {
+    let problem = small();
+    let right = check(&file("small_right", &problem, &cpu(&problem)).save("small_right")).unwrap();
+    assert_eq!(right.verdict, Verdict::Pass, "{}", right.report());
+    let swapped = file("small_swapped", &problem, &with_gate_and_up_swapped(&problem)).save("small_swapped");
+    let swapped = check(&swapped).unwrap();
+    assert_eq!(swapped.verdict, Verdict::NumericFailure, "{}", swapped.report());
+    assert!(swapped.report().contains("of gate and up swapped"), "{}", swapped.report());
+}
+
+/// Two equal tokens make equal errors: statistics judge nothing, and what only they could have seen is
+/// said to be vacuous, not right.
+#[test]
+fn repeated_tokens_silence_the_statistics() {
+    let drawn = small();
+    let mut x: Array2<bf16> = drawn.x().to_owned();
+    let first = x.row(0).to_owned();
+    x.row_mut(1).assign(&first);
+    let gating = Gating::borrowed(drawn.gating());
+    let problem = Problem::new(x, drawn.w1(), drawn.w2(), None, gating, drawn.activation(), drawn.dout()).unwrap();
+    let checked = check(&file("repeated", &problem, &cpu(&problem)).save("repeated")).unwrap();
+    assert_eq!(checked.verdict, Verdict::Vacuous, "{}", checked.report());
+    assert!(checked.report().contains("x of tokens 0 and 1 are equal"), "{}", checked.report());
+}
+
+#[test]
+fn a_scale_error_of_one_and_a_half_percent_fails_in_the_output_of_every_file() {
+    for (name, _) in REAL {
+        let scaled = File::of_data(name).edit("o", |values| values.iter_mut().for_each(|value| *value *= 1.015));
+        let path = scaled.save(&format!("scaled_{name}"));
+        let checked = check(&path).unwrap();
+        assert_eq!(checked.verdict, Verdict::NumericFailure, "{name}: {}", checked.report());
+        assert!(checked.faults().iter().any(|(output, _)| *output == Output::O), "{name}: {}", checked.report());
+        std::fs::remove_file(path).unwrap();
+    }
+}
+
+#[test]
+fn a_scale_error_of_one_and_a_half_percent_fails_in_any_result_of_a_fused_run() {
+    for output in ["o", "dx", "dw1", "dw2"] {
+        let scaled = |file: File| file.edit(output, |values| values.iter_mut().for_each(|value| *value *= 1.015));
+        let path = scaled(File::of_data("sonic_rounding_a")).save(&format!("scaled_{output}"));
+        let checked = check(&path).unwrap();
+        assert_eq!(checked.verdict, Verdict::NumericFailure, "{output}: {}", checked.report());
+    }
+}
+
+#[test]
+fn a_swapped_pair_of_ds_a_tail_of_eight_left_out_and_garbage_in_an_empty_expert_fail() {
+    let fails = |name: &str, output: Output, file: File| {
+        let checked = check(&file.save(name)).unwrap();
+        assert_eq!(checked.verdict, Verdict::NumericFailure, "{name}: {}", checked.report());
+        assert!(checked.faults().iter().any(|(fault, _)| *fault == output), "{name}: {}", checked.report());
+    };
+    for name in ["sonic_rounding_a", "scattermoe_a", "grouped_mm_a"] {
+        let swapped = File::of_data(name).edit("ds", |values| values.swap(4, 5));
+        fails(&format!("swapped_ds_{name}"), Output::Ds, swapped);
+    }
+    for (name, _) in REAL {
+        let mut file = File::of_data(name);
+        let n = *file.tensor("w2").shape.last().unwrap();
+        let tail = file.edit("dw2", |values| values.chunks_mut(n).for_each(|row| row[n - 8..].fill(0.0)));
+        fails(&format!("tail_{name}"), Output::Dw2, tail);
+    }
+    for output in ["dw1", "dw2"] {
+        let garbage = File::of_data("sonic_topk_empty").edit(output, |values| {
+            let expert = values.len() / 8;
+            values[3 * expert..4 * expert].iter_mut().for_each(|value| *value = 0.5);
+        });
+        let output = if output == "dw1" { Output::Dw1 } else { Output::Dw2 };
+        fails(&format!("garbage_{output}"), output, garbage);
+    }
+}
