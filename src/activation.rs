@@ -16,7 +16,7 @@ pub enum Gelu {
 
 /// The activation between the two projections.
 ///
-/// With a gate, a = f(gate)·up and h has 2n columns, gate and up interleaved, gate first; without
+/// With a gate, a = f(gate)·v(up), v(up) = up but for gpt-oss, and h has 2n columns, gate and up interleaved, gate first; without
 /// one, a = f(h) and h has n columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Activation {
@@ -26,6 +26,9 @@ pub enum Activation {
     GeGlu(Gelu),
     /// max(gate, 0)·up.
     ReGlu,
+    /// gpt-oss: (u + 1)·g·σ(1.702·g), g the gate clamped above at 7, u the up projection clamped to
+    /// ±7. The gradient passes at a clamp and not beyond it.
+    GptOss,
     /// silu(h).
     Silu,
     /// gelu(h).
@@ -38,7 +41,21 @@ pub enum Activation {
 
 impl Activation {
     /// Every activation.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
+        Self::SwiGlu,
+        Self::GeGlu(Gelu::Exact),
+        Self::GeGlu(Gelu::Tanh),
+        Self::ReGlu,
+        Self::GptOss,
+        Self::Silu,
+        Self::Gelu(Gelu::Exact),
+        Self::Gelu(Gelu::Tanh),
+        Self::Relu,
+        Self::ReluSquared,
+    ];
+
+    /// Those that the CUDA kernels have.
+    pub const WITH_KERNELS: [Self; 9] = [
         Self::SwiGlu,
         Self::GeGlu(Gelu::Exact),
         Self::GeGlu(Gelu::Tanh),
@@ -52,7 +69,7 @@ impl Activation {
 
     /// Whether h holds a gate beside the up projection.
     pub fn gated(self) -> bool {
-        matches!(self, Self::SwiGlu | Self::GeGlu(_) | Self::ReGlu)
+        matches!(self, Self::SwiGlu | Self::GeGlu(_) | Self::ReGlu | Self::GptOss)
     }
 
     /// Columns of h, rows of one expert's w1: 2n with a gate, n without.
@@ -67,6 +84,7 @@ impl Activation {
             Self::GeGlu(Gelu::Exact) => "geglu",
             Self::GeGlu(Gelu::Tanh) => "geglu_tanh",
             Self::ReGlu => "reglu",
+            Self::GptOss => "gpt_oss",
             Self::Silu => "silu",
             Self::Gelu(Gelu::Exact) => "gelu",
             Self::Gelu(Gelu::Tanh) => "gelu_tanh",

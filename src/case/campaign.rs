@@ -32,7 +32,7 @@ pub fn case(seed: u64, index: u64, limits: Limits, fixed: Fixed) -> Case {
         (None, Some(class)) => of_class(class, limits),
         (None, None) => strategy::any_case(limits),
     };
-    let strategy = (strategy, any::<bool>(), strategy::activation(), any::<u64>()).prop_map(
+    let strategy = (strategy, any::<bool>(), strategy::activation(limits), any::<u64>()).prop_map(
         move |(case, biases, activation, seed)| Case {
             biases,
             activation: fixed.activation.unwrap_or(activation),

@@ -20,14 +20,18 @@ pub struct Limits {
     pub width: usize,
     /// The largest E.
     pub experts: usize,
+    /// Activations to draw from.
+    pub activations: &'static [Activation],
 }
 
 impl Limits {
     /// Small problems of any width, for the CPU.
-    pub const SMALL: Self = Self { width_multiple: 1, tokens: 130, width: 65, experts: 9 };
+    pub const SMALL: Self =
+        Self { width_multiple: 1, tokens: 130, width: 65, experts: 9, activations: &Activation::ALL };
 
     /// Problems around the edges of GPU tiles: widths in multiples of 8.
-    pub const DEVICE: Self = Self { width_multiple: 8, tokens: 600, width: 520, experts: 33 };
+    pub const DEVICE: Self =
+        Self { width_multiple: 8, tokens: 600, width: 520, experts: 33, activations: &Activation::WITH_KERNELS };
 }
 
 /// Sizes where tiles begin and end, and a few in between.
@@ -37,7 +41,7 @@ const EDGES: [usize; 28] = [
 
 /// Any case within `limits`, T = 0 among them.
 pub fn any_case(limits: Limits) -> BoxedStrategy<Case> {
-    (shape(limits), any::<bool>(), activation(), any::<u64>())
+    (shape(limits), any::<bool>(), activation(limits), any::<u64>())
         .prop_flat_map(|(shape, biases, activation, seed)| {
             pairing(shape).prop_map(move |pairing| {
                 let case = Case { biases, activation, seed, ..Case::new(shape) };
@@ -50,9 +54,9 @@ pub fn any_case(limits: Limits) -> BoxedStrategy<Case> {
         .boxed()
 }
 
-/// Any activation; shrinks to SwiGLU.
-pub fn activation() -> impl Strategy<Value = Activation> {
-    select(&Activation::ALL[..])
+/// Any activation within `limits`; shrinks to SwiGLU.
+pub fn activation(limits: Limits) -> impl Strategy<Value = Activation> + use<> {
+    select(limits.activations)
 }
 
 /// Any router convention.

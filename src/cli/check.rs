@@ -42,7 +42,7 @@ pub struct CheckArgs {
     /// concatenated_up_first
     #[arg(long, value_name = "ORDER")]
     pub layout: Option<GateLayout>,
-    /// swiglu, geglu, geglu_tanh, reglu, silu, gelu, gelu_tanh, relu or relu_squared
+    /// swiglu, geglu, geglu_tanh, reglu, gpt_oss, silu, gelu, gelu_tanh, relu or relu_squared
     #[arg(long, value_name = "NAME")]
     pub activation: Option<Activation>,
     /// Experts per token

@@ -2,6 +2,8 @@
 
 use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_PI};
 
+use ndarray::Array2;
+
 use super::tape::{Tape, Var};
 use crate::activation::{Activation, Gelu};
 use crate::element::Real;
@@ -18,6 +20,7 @@ pub(super) fn activate<A: Real>(tape: &mut Tape<'_, A>, activation: Activation, 
         Activation::GeGlu(Gelu::Exact) => gated(tape, gelu_exact),
         Activation::GeGlu(Gelu::Tanh) => gated(tape, gelu_tanh),
         Activation::ReGlu => gated(tape, |tape, gate| tape.relu(gate)),
+        Activation::GptOss => gpt_oss(tape, h),
         Activation::Silu => silu(tape, h),
         Activation::Gelu(Gelu::Exact) => gelu_exact(tape, h),
         Activation::Gelu(Gelu::Tanh) => gelu_tanh(tape, h),
@@ -33,6 +36,19 @@ pub(super) fn activate<A: Real>(tape: &mut Tape<'_, A>, activation: Activation, 
 fn silu<A: Real>(tape: &mut Tape<'_, A>, x: Var) -> Var {
     let sigmoid = tape.sigmoid(x);
     tape.mul(x, sigmoid)
+}
+
+/// (u + 1)·g·σ(1.702·g) with g = min(gate, 7) and u = up within ±7.
+fn gpt_oss<A: Real>(tape: &mut Tape<'_, A>, h: Var) -> Var {
+    let limit = A::from_f64(7.0);
+    let (gate, up) = (tape.columns(h, 0, 2), tape.columns(h, 1, 2));
+    let (gate, up) = (tape.clamp(gate, A::neg_infinity(), limit), tape.clamp(up, -limit, limit));
+    let steep = tape.scale(gate, A::from_f64(1.702));
+    let sigmoid = tape.sigmoid(steep);
+    let opened = tape.mul(gate, sigmoid);
+    let minus_one = Array2::from_elem((tape.shape(up).0, 1), -A::one());
+    let lifted = tape.shift_rows(up, &minus_one);
+    tape.mul(lifted, opened)
 }
 
 /// x·Φ(x), Φ(x) = erfc(−x/√2)/2: 1 + erf(x/√2) would cancel for negative x.

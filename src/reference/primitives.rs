@@ -175,6 +175,28 @@ impl<A: Real> Tape<'_, A> {
         })
     }
 
+    /// c = a within [low, high]; da = g where low ≤ a ≤ high, else 0. NaN stays NaN.
+    pub fn clamp(&mut self, a: Var, low: A, high: A) -> Var {
+        let clamped = move |a| {
+            if a < low {
+                low
+            } else if a > high {
+                high
+            } else {
+                a
+            }
+        };
+        let value = self.value(a).mapv(clamped);
+        self.record("clamp", value, &[a], &[], move |tape, mut g, sweep| {
+            Zip::from(&mut g).and(tape.value(a)).for_each(|g, &a| {
+                if a < low || a > high {
+                    *g = A::zero();
+                }
+            });
+            sweep.add(a, g);
+        })
+    }
+
     /// m = max(a, 0); da = g where a > 0, else 0. NaN stays NaN.
     pub fn relu(&mut self, a: Var) -> Var {
         let value = self.value(a).mapv(|a| if a <= A::zero() { A::zero() } else { a });

@@ -25,10 +25,10 @@ use sonicmoe::sonic::cpu::CpuEngine;
 use sonicmoe::{Activation, Convention, DType, Element, Engine, Gating, Gelu, Problem, Record, run};
 
 /// Small enough for loops, large enough for every sum to have terms.
-const LIMITS: Limits = Limits { width_multiple: 1, tokens: 24, width: 24, experts: 6 };
+const LIMITS: Limits = Limits { tokens: 24, width: 24, experts: 6, ..Limits::SMALL };
 
 /// Enough for the sums of the kernels' tiles to end in the middle of one.
-const LIMITS_OF_ENGINES: Limits = Limits { width_multiple: 1, tokens: 72, width: 72, experts: 6 };
+const LIMITS_OF_ENGINES: Limits = Limits { tokens: 72, width: 72, experts: 6, ..Limits::SMALL };
 
 /// How the numbers of a case are bent before they are rounded.
 #[derive(Clone, Copy, Debug)]
@@ -202,6 +202,17 @@ proptest! {
         numbers in numbers(),
     ) {
         naive_engine_is_within(&case, numerics, numbers)?;
+    }
+
+    /// |h| is about 8 here, so that gate and up are clamped about as often as not.
+    #[test]
+    fn no_correct_engine_exceeds_its_bound_where_gpt_oss_clamps(
+        case in any_case(LIMITS),
+        numerics in arithmetic(),
+        binades in select(vec![0, 1, 4]),
+    ) {
+        let case = Case { activation: Activation::GptOss, ..case };
+        naive_engine_is_within(&case, numerics, Numbers { exponents: [3, 0, 0, 0], binades })?;
     }
 }
 

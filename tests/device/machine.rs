@@ -5,7 +5,7 @@ use half::bf16;
 use sonicmoe::case::Case;
 use sonicmoe::sonic::gpu::compile::{CubinCache, Variant};
 use sonicmoe::sonic::gpu::{GpuEngine, Layer};
-use sonicmoe::{Engine, ErrorClass};
+use sonicmoe::{Activation, Engine, ErrorClass};
 
 use crate::engine_or_skip;
 
@@ -25,6 +25,14 @@ fn widths_that_are_no_multiple_of_8_are_refused_before_anything_runs() {
         assert_eq!(error.class(), ErrorClass::Contract);
         assert!(error.to_string().contains(width), "{error}");
     }
+}
+
+#[test]
+fn an_activation_without_a_kernel_is_refused_by_name_before_anything_runs() {
+    let case = Case::new("4,8,8,2,1".parse().unwrap()).with_activation(Activation::GptOss);
+    let error = Layer::accepts(&case.problem::<bf16>().unwrap()).unwrap_err();
+    assert_eq!(error.class(), ErrorClass::Contract);
+    assert!(error.to_string().contains("gpt_oss"), "{error}");
 }
 
 /// Needs NVRTC and no GPU: what it leaves in `SONICMOE_CACHE_DIR` can be carried to a machine with a

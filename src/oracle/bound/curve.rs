@@ -8,7 +8,7 @@ use crate::oracle::statistic::LIMIT;
 /// ones for every roundoff up to 2⁻¹⁵ and functions of up to 16 ulps.
 const SECOND_ORDER: f64 = 1.01;
 
-/// The function f of a = f(gate)·up, or of a = f(h).
+/// The function f of a = f(gate)·v(up), or of a = f(h).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Curve {
     Silu,
@@ -16,7 +16,15 @@ pub(crate) enum Curve {
     GeluTanh,
     Relu,
     ReluSquared,
+    /// g·σ(1.702·g) with g = min(x, 7).
+    GptOss,
 }
+
+/// The slope of gpt-oss's sigmoid.
+pub(crate) const STEEPNESS: f64 = 1.702;
+
+/// Where gpt-oss clamps its gate from above, and up from both sides.
+pub(crate) const CLAMP: f64 = 7.0;
 
 impl Curve {
     pub(crate) fn of(activation: Activation) -> Self {
@@ -26,10 +34,20 @@ impl Curve {
             Activation::GeGlu(Gelu::Tanh) | Activation::Gelu(Gelu::Tanh) => Self::GeluTanh,
             Activation::ReGlu | Activation::Relu => Self::Relu,
             Activation::ReluSquared => Self::ReluSquared,
+            Activation::GptOss => Self::GptOss,
         }
     }
 
-    /// f, f′ and f″ at x; at the kink of ReLU f′ = f″ = 0.
+    /// The ends of the range outside of which f is constant.
+    fn range(self) -> [f64; 2] {
+        match self {
+            Self::Silu | Self::GeluExact | Self::GeluTanh => [f64::NEG_INFINITY, f64::INFINITY],
+            Self::Relu | Self::ReluSquared => [0.0, f64::INFINITY],
+            Self::GptOss => [f64::NEG_INFINITY, CLAMP],
+        }
+    }
+
+    /// f, f′ and f″ at x; at the kink of ReLU f′ = f″ = 0, at the clamp of gpt-oss they are those below it.
     pub(crate) fn derivatives(self, x: f64) -> [f64; 3] {
         match self {
             Self::Silu => {
@@ -56,10 +74,16 @@ impl Curve {
                 let on = x.max(0.0);
                 [on * on, 2.0 * on, if x > 0.0 { 2.0 } else { 0.0 }]
             }
+            // With z = αx, f(x) = silu(z)/α.
+            Self::GptOss if x <= CLAMP => {
+                let [value, slope, second] = Self::Silu.derivatives(STEEPNESS * x);
+                [value / STEEPNESS, slope, STEEPNESS * second]
+            }
+            Self::GptOss => [Self::GptOss.derivatives(CLAMP)[0], 0.0, 0.0],
         }
     }
 
-    /// sup |f″| and sup |f‴| over |x| ≥ m.
+    /// sup |f″| and sup |f‴| over |x| ≥ m, kinks apart.
     ///
     /// silu: |f″| ≤ σ(1−σ)(2 + |x|), |f‴| ≤ σ(1−σ)(3 + |x|). gelu: |f″| ≤ φx², |f‴| ≤ φ|x|³ from
     /// 2 on. The tanh form, with w its argument: the chain rule's terms with σ(1−σ) ≤ e^−|w|, which
@@ -85,6 +109,10 @@ impl Curve {
             Self::GeluTanh => [0.7979, 0.7767],
             Self::Relu => [0.0, 0.0],
             Self::ReluSquared => [2.0, 0.0],
+            Self::GptOss => {
+                let [second, third] = Self::Silu.curvature(STEEPNESS * m);
+                [STEEPNESS * second, STEEPNESS * STEEPNESS * third]
+            }
         }
     }
 
@@ -100,6 +128,9 @@ impl Curve {
             Self::GeluTanh => (ulps + 5.0) * x,
             Self::Relu => 0.0,
             Self::ReluSquared => value,
+            // And α with its product: z = αx errs by two units, which move x·σ by two of xz·σ(1 − σ), and
+            // z²σ(1 − σ) < 0.44.
+            Self::GptOss => (ulps + 2.0) * value + 2.0 * (value * STEEPNESS * x).min(0.44 / STEEPNESS),
         }
     }
 
@@ -119,6 +150,11 @@ impl Curve {
                 ulps + 6.0 + x.magnitude() * w1 / 4.0 * (2.0 * ulps + 9.0)
             }
             Self::Relu | Self::ReluSquared => 0.0,
+            // That of silu′ at z = αx, and two units of z: |z·silu″(z)| < 0.31.
+            Self::GptOss => {
+                let z = Ball { mid: STEEPNESS * x.mid, rad: STEEPNESS * x.rad };
+                Self::Silu.slope_roundings(z, ulps) + 2.0 * 0.31
+            }
         }
     }
 }
@@ -126,17 +162,15 @@ impl Curve {
 impl Arithmetic {
     /// f(x) as the accumulator has it.
     pub(crate) fn curve_value(&self, curve: Curve, x: Ball) -> Ball {
+        let [low, high] = curve.range();
+        let x = self.clamp(x, low, high);
         let [value, slope, _] = curve.derivatives(x.mid);
         if !x.rad.is_finite() {
             return Ball { mid: value, rad: f64::INFINITY };
         }
-        let rad = match (curve, self.measure) {
-            // Monotone, so the ends of the ball bound it.
-            (Curve::Relu | Curve::ReluSquared, Measure::Worst) => {
-                let [above, ..] = curve.derivatives(x.mid + x.rad);
-                let [below, ..] = curve.derivatives(x.mid - x.rad);
-                (above - value).max(value - below)
-            }
+        let rad = match curve {
+            // Clamping has done it all.
+            Curve::Relu => x.rad,
             _ => {
                 let [second, _] = curve.curvature((x.mid.abs() - x.rad).max(0.0));
                 slope.abs() * x.rad + 0.5 * second * x.rad * x.rad
@@ -165,14 +199,66 @@ impl Arithmetic {
                 // No slope of these leaves [−0.13, 1.13].
                 (second.abs() * x.rad + 0.5 * third * x.rad * x.rad).min(1.26)
             }
+            Curve::GptOss => return self.slope_below_a_clamp(x),
         };
         let roundings = curve.slope_roundings(x, self.function_ulps);
         self.evaluated(Ball { mid: slope, rad }, roundings, 4.0 * (1.0 + x.magnitude()))
     }
 
+    /// f′ of gpt-oss: 0 beyond the clamp, and within its reach 0 or what it is below, whatever the
+    /// midpoint says.
+    fn slope_below_a_clamp(&self, x: Ball) -> Ball {
+        let curve = Curve::GptOss;
+        let [_, mid, _] = curve.derivatives(x.mid);
+        let (reach, below) = (self.reach(x.rad), self.clamp(x, f64::NEG_INFINITY, CLAMP));
+        if x.mid - reach > CLAMP {
+            return Ball::exact(mid);
+        }
+        let [_, slope, second] = curve.derivatives(below.mid);
+        let [_, third] = curve.curvature((below.mid.abs() - below.rad).max(0.0));
+        let smooth = (second.abs() * below.rad + 0.5 * third * below.rad * below.rad).min(1.26);
+        let rad = if x.mid + reach > CLAMP { slope.abs() + smooth } else { smooth };
+        let roundings = curve.slope_roundings(below, self.function_ulps);
+        self.evaluated(Ball { mid, rad }, roundings, 4.0 * (1.0 + below.magnitude()))
+    }
+
+    /// σ(x) as the accumulator has it: |σ″| ≤ 0.0963, and |σ″| ≤ e^−m over |x| ≥ m.
+    pub(crate) fn sigmoid(&self, x: Ball) -> Ball {
+        let (on, off) = logistic(x.mid);
+        if !x.rad.is_finite() {
+            return Ball { mid: on, rad: f64::INFINITY };
+        }
+        let second = libm::exp(-(x.mid.abs() - x.rad).max(0.0)).min(0.0963);
+        // σ never leaves [0, 1].
+        let rad = (on * off * x.rad + 0.5 * second * x.rad * x.rad).min(1.0);
+        self.evaluated(Ball { mid: on, rad }, self.function_ulps * (on + rad), 1.0)
+    }
+
+    /// σ(1 − σ) of a σ that an engine has: σ′, by the two operations.
+    pub(crate) fn bend(&self, sigma: Ball) -> Ball {
+        let rad = (1.0 - 2.0 * sigma.mid).abs() * sigma.rad + sigma.rad * sigma.rad;
+        self.operation(self.operation(Ball { mid: sigma.mid * (1.0 - sigma.mid), rad }))
+    }
+
+    /// x within [low, high], exactly.
+    pub(crate) fn clamp(&self, x: Ball, low: f64, high: f64) -> Ball {
+        let mid = x.mid.clamp(low, high);
+        let rad = match self.measure {
+            // A NaN in the ball stays one.
+            _ if !x.rad.is_finite() => f64::INFINITY,
+            Measure::Worst => {
+                let end = |x: f64| (x.clamp(low, high) - mid).abs();
+                end(x.mid + x.rad).max(end(x.mid - x.rad))
+            }
+            Measure::Deviation if (x.mid - mid).abs() <= self.reach(x.rad) => x.rad,
+            Measure::Deviation => 0.0,
+        };
+        Ball { mid, rad }
+    }
+
     /// How far from the midpoint an engine's number may lie: several deviations, as a deviation is
     /// no bound.
-    fn reach(&self, rad: f64) -> f64 {
+    pub(super) fn reach(&self, rad: f64) -> f64 {
         match self.measure {
             Measure::Worst => rad,
             Measure::Deviation => LIMIT * rad,
@@ -215,9 +301,10 @@ mod tests {
     use crate::element::DType;
     use crate::engine::{Numerics, RoundingModel, RouterRounding};
 
-    const CURVES: [Curve; 5] = [Curve::Silu, Curve::GeluExact, Curve::GeluTanh, Curve::Relu, Curve::ReluSquared];
+    const CURVES: [Curve; 6] =
+        [Curve::Silu, Curve::GeluExact, Curve::GeluTanh, Curve::Relu, Curve::ReluSquared, Curve::GptOss];
 
-    /// −12 … 12 in steps of 1/512, without the kink at 0.
+    /// −12 … 12 in steps of 1/512, without the kinks at 0 and 7.
     fn grid() -> impl Iterator<Item = f64> {
         (-6144..=6144).map(|step| f64::from(step) / 512.0 + 1e-4)
     }
@@ -239,10 +326,11 @@ mod tests {
     #[test]
     fn curvature_bounds_the_derivatives_from_its_point_outwards() {
         let step = 1e-4;
-        for curve in [Curve::Silu, Curve::GeluExact, Curve::GeluTanh] {
+        for curve in [Curve::Silu, Curve::GeluExact, Curve::GeluTanh, Curve::GptOss] {
             let (mut second_outwards, mut third_outwards) = (0.0f64, 0.0f64);
             for x in (0..=12_000).rev().map(|step| f64::from(step) / 1000.0) {
-                for x in [x, -x] {
+                // No difference across a kink.
+                for x in [x, -x].into_iter().filter(|x| curve.range().iter().all(|end| (x - end).abs() > step)) {
                     let [_, _, second] = curve.derivatives(x);
                     let third = (curve.derivatives(x + step)[2] - curve.derivatives(x - step)[2]) / (2.0 * step);
                     second_outwards = second_outwards.max(second.abs());
@@ -255,8 +343,7 @@ mod tests {
         }
     }
 
-    #[test]
-    fn values_and_slopes_of_every_point_of_a_ball_lie_in_the_ball_of_values_and_slopes() {
+    fn arithmetic(measure: Measure) -> Arithmetic {
         let numerics = Numerics {
             storage: DType::F64,
             score: DType::F64,
@@ -266,7 +353,26 @@ mod tests {
             function_ulps: 4.0,
             flushes_denormals: false,
         };
-        let arithmetic = Arithmetic::new(&numerics, Measure::Worst);
+        Arithmetic::new(&numerics, measure)
+    }
+
+    /// A deviation is no bound: what lies within several of them may be met, on either side of a kink.
+    #[test]
+    fn a_kink_within_several_deviations_is_within_reach() {
+        let arithmetic = arithmetic(Measure::Deviation);
+        for (curve, flat, slope) in [(Curve::Relu, -0.01, 1.0), (Curve::GptOss, CLAMP + 0.01, 1.0)] {
+            let x = Ball { mid: flat, rad: 0.01 };
+            assert!(arithmetic.curve_value(curve, x).rad >= 0.01 * slope, "{curve:?}");
+            assert!(arithmetic.curve_slope(curve, x).rad >= slope, "{curve:?}");
+            let far = Ball { rad: 1e-4, ..x };
+            assert!(arithmetic.curve_value(curve, far).rad < 1e-13, "{curve:?}");
+            assert_eq!(arithmetic.curve_slope(curve, far), Ball::exact(0.0), "{curve:?}");
+        }
+    }
+
+    #[test]
+    fn values_and_slopes_of_every_point_of_a_ball_lie_in_the_ball_of_values_and_slopes() {
+        let arithmetic = arithmetic(Measure::Worst);
         for (curve, mid) in CURVES.into_iter().flat_map(|curve| grid().step_by(37).map(move |x| (curve, x))) {
             for rad in [1e-6, 0.01, 0.3, 2.0] {
                 let x = Ball { mid, rad };

@@ -2,12 +2,14 @@
 //! every partial sum of a combine is stored; products accumulate wide.
 //!
 //! Forward: h, h + b1, f(gate), a, y, y + b2, s·y, partial sums of o. Backward: s·dO, dO·y per element
-//! before ds, dA, dA·up, dA·f(gate), dgate; there is no a′. dw1, db1 and dx̃ are as in the fused model.
+//! before ds, dA, dA·up, dA·f(gate), dgate; there is no a′. gpt-oss goes through more operations. dw1, db1 and dx̃ are as in the fused model.
 
 use super::Model;
 use super::ball::Ball;
 use super::curve::Curve;
+use super::gpt_oss;
 use super::matrix::{Balls2, Balls3, by_expert, of_experts};
+use crate::activation::Activation;
 use crate::shape::ExpertId;
 
 /// What the backward of the down projection gives.
@@ -36,7 +38,9 @@ pub(crate) fn activate(model: &Model<'_, '_>, h: &Balls2) -> Balls2 {
         let h = h.rows(model.routing.rows_of_expert(expert));
         [Balls2::from_fn(h.mid.nrows(), problem.n(), |row, unit| {
             let store = |ball| arithmetic.round(&arithmetic.storage, ball);
-            if problem.activation().gated() {
+            if problem.activation() == Activation::GptOss {
+                gpt_oss::Eager::new(arithmetic, h.at(row, 2 * unit), h.at(row, 2 * unit + 1)).value()
+            } else if problem.activation().gated() {
                 let of_gate = store(arithmetic.curve_value(curve, h.at(row, 2 * unit)));
                 store(arithmetic.multiply(of_gate, h.at(row, 2 * unit + 1)))
             } else {
@@ -111,7 +115,12 @@ pub(crate) fn down_backward_activation(model: &Model<'_, '_>, h: &Balls2, y: &Ba
         for row in 0..rows.len() {
             for unit in 0..problem.n() {
                 let da = da.at(row, unit);
-                if problem.activation().gated() {
+                if problem.activation() == Activation::GptOss {
+                    let unit_of = gpt_oss::Eager::new(arithmetic, h.at(row, 2 * unit), h.at(row, 2 * unit + 1));
+                    let [dgate, dup] = unit_of.backward(da);
+                    dh.set(row, 2 * unit, dgate);
+                    dh.set(row, 2 * unit + 1, dup);
+                } else if problem.activation().gated() {
                     let (gate, up) = (h.at(row, 2 * unit), h.at(row, 2 * unit + 1));
                     let of_gate = store(arithmetic.curve_value(curve, gate));
                     let times_up = store(arithmetic.multiply(da, up));

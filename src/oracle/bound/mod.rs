@@ -22,6 +22,7 @@ pub(crate) mod ball;
 pub(crate) mod curve;
 pub(crate) mod eager;
 pub(crate) mod fused;
+mod gpt_oss;
 pub(crate) mod matrix;
 mod model;
 pub(crate) mod router;

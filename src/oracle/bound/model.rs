@@ -4,7 +4,9 @@ use ndarray::{Array2, ArrayView1, ArrayView2, Axis};
 
 use super::ball::{Arithmetic, Ball, Measure};
 use super::curve::Curve;
+use super::gpt_oss;
 use super::matrix::{Balls, Balls2};
+use crate::activation::Activation;
 use crate::engine::{Numerics, RoundingModel};
 use crate::problem::Problem;
 use crate::routing::Routing;
@@ -77,14 +79,29 @@ impl<'a, 'p> Model<'a, 'p> {
     pub(crate) fn activation(&self, h: &Balls2, row: usize, unit: usize) -> Ball {
         let (arithmetic, curve) = (&self.arithmetic, Curve::of(self.problem.activation()));
         if self.problem.activation().gated() {
-            arithmetic.multiply(arithmetic.curve_value(curve, h.at(row, 2 * unit)), h.at(row, 2 * unit + 1))
+            let up = self.up_factor(h.at(row, 2 * unit + 1));
+            arithmetic.multiply(arithmetic.curve_value(curve, h.at(row, 2 * unit)), up)
         } else {
             arithmetic.curve_value(curve, h.at(row, unit))
         }
     }
 
-    /// dact(dA, H) at one unit, in the accumulator: dgate = dA·up·f′(gate) and dup = dA·f(gate), or
-    /// dA·f′(h); each goes to `put` with its column of h.
+    /// v(up) of a = f(gate)·v(up).
+    fn up_factor(&self, up: Ball) -> Ball {
+        if self.problem.activation() == Activation::GptOss { gpt_oss::lifted(&self.arithmetic, up) } else { up }
+    }
+
+    /// v′(up).
+    fn up_slope(&self, up: Ball) -> Ball {
+        if self.problem.activation() == Activation::GptOss {
+            gpt_oss::passes(&self.arithmetic, up)
+        } else {
+            Ball::exact(1.0)
+        }
+    }
+
+    /// dact(dA, H) at one unit, in the accumulator: dgate = dA·v(up)·f′(gate) and dup = dA·f(gate)·v′(up),
+    /// or dA·f′(h); each goes to `put` with its column of h.
     pub(crate) fn activation_backward(
         &self,
         h: &Balls2,
@@ -97,11 +114,12 @@ impl<'a, 'p> Model<'a, 'p> {
         if self.problem.activation().gated() {
             let (gate, up) = (h.at(row, 2 * unit), h.at(row, 2 * unit + 1));
             let slope = arithmetic.curve_slope(curve, gate);
-            let dgate = arithmetic.multiply(arithmetic.multiply(da, up), slope);
-            // up·f′(gate) first, then dA: another product may underflow, and be magnified by dA.
+            let dgate = arithmetic.multiply(arithmetic.multiply(da, self.up_factor(up)), slope);
+            // v(up)·f′(gate) first, then dA: another product may underflow, and be magnified by dA.
             let other = (arithmetic.accumulate.underflow * da.magnitude()).min(dgate.magnitude());
             put(2 * unit, Ball { rad: arithmetic.join(dgate.rad, other), ..dgate });
-            put(2 * unit + 1, arithmetic.multiply(da, arithmetic.curve_value(curve, gate)));
+            let dup = arithmetic.multiply(da, arithmetic.curve_value(curve, gate));
+            put(2 * unit + 1, arithmetic.product(dup, self.up_slope(up)));
         } else {
             put(unit, arithmetic.multiply(da, arithmetic.curve_slope(curve, h.at(row, unit))));
         }

@@ -18,6 +18,11 @@ pub(super) fn activate<A: Real>(activation: Activation, h: &[A], a: &mut [A]) {
         Activation::GeGlu(Gelu::Exact) => gated(h, a, |gate| gelu(gate).0),
         Activation::GeGlu(Gelu::Tanh) => gated(h, a, |gate| gelu_tanh(gate).0),
         Activation::ReGlu => gated(h, a, |gate| relu(gate).0),
+        Activation::GptOss => {
+            for (a, unit) in a.iter_mut().zip(h.chunks_exact(2)) {
+                *a = clamped_gate(unit[0]).0 * lifted_up(unit[1]).0;
+            }
+        }
         Activation::Silu => plain(h, a, |h| silu(h).0),
         Activation::Gelu(Gelu::Exact) => plain(h, a, |h| gelu(h).0),
         Activation::Gelu(Gelu::Tanh) => plain(h, a, |h| gelu_tanh(h).0),
@@ -26,14 +31,23 @@ pub(super) fn activate<A: Real>(activation: Activation, h: &[A], a: &mut [A]) {
     });
 }
 
-/// a = act(h) and `partials` = ∂a/∂h, which has one entry for each of h: up·f′(gate), f(gate) for
-/// a = f(gate)·up, or f′(h) for a = f(h).
+/// a = act(h) and `partials` = ∂a/∂h, which has one entry for each of h: v(up)·f′(gate), f(gate)·v′(up)
+/// for a = f(gate)·v(up), where v(up) = up but for gpt-oss; or f′(h) for a = f(h).
 pub(super) fn activate_with_partials<A: Real>(activation: Activation, h: &[A], a: &mut [A], partials: &mut [A]) {
     Arch::new().dispatch(|| match activation {
         Activation::SwiGlu => gated_with_partials(h, a, partials, silu),
         Activation::GeGlu(Gelu::Exact) => gated_with_partials(h, a, partials, gelu),
         Activation::GeGlu(Gelu::Tanh) => gated_with_partials(h, a, partials, gelu_tanh),
         Activation::ReGlu => gated_with_partials(h, a, partials, relu),
+        Activation::GptOss => {
+            for ((a, unit), partials) in a.iter_mut().zip(h.chunks_exact(2)).zip(partials.chunks_exact_mut(2)) {
+                let (opened, slope) = clamped_gate(unit[0]);
+                let (lifted, passes) = lifted_up(unit[1]);
+                *a = opened * lifted;
+                partials[0] = lifted * slope;
+                partials[1] = opened * passes;
+            }
+        }
         Activation::Silu => plain_with_partials(h, a, partials, silu),
         Activation::Gelu(Gelu::Exact) => plain_with_partials(h, a, partials, gelu),
         Activation::Gelu(Gelu::Tanh) => plain_with_partials(h, a, partials, gelu_tanh),
@@ -133,6 +147,36 @@ fn silu<A: Real>(x: A) -> (A, A) {
     (x * sigma, sigma * (A::one() + x * rest))
 }
 
+/// Where gpt-oss clamps gate and up.
+const CLAMP: f64 = 7.0;
+
+/// v = g·σ(αg) and σ(αg) + αv(1 − σ(αg)) with α = 1.702 and g = min(x, 7); above the clamp the slope is 0,
+/// at it not. Where αg overflows v is 0. A NaN stays one.
+#[inline(always)]
+fn clamped_gate<A: Real>(x: A) -> (A, A) {
+    let limit = A::from_f64(CLAMP);
+    let beyond = x > limit;
+    let gate = if beyond { limit } else { x };
+    let steepness = A::from_f64(1.702);
+    let (sigma, rest) = sigmoid(steepness * gate);
+    let value = gate * sigma;
+    (value, if beyond { A::zero() } else { sigma + steepness * value * rest })
+}
+
+/// u + 1 and its slope, with u = x within ±7: 1 up to the clamps, 0 beyond them. A NaN stays one.
+#[inline(always)]
+fn lifted_up<A: Real>(x: A) -> (A, A) {
+    let limit = A::from_f64(CLAMP);
+    let (up, slope) = if x > limit {
+        (limit, A::zero())
+    } else if x < -limit {
+        (-limit, A::zero())
+    } else {
+        (x, A::one())
+    };
+    (up + A::one(), slope)
+}
+
 /// x·Φ(x) and Φ(x) + x·φ(x), with Φ(x) = erfc(−x/√2)/2 and φ(x) = e^(−x²/2)/√(2π).
 ///
 /// In f64 whatever the accumulator: the error of a rounded argument grows with x² in both tails.
@@ -225,6 +269,25 @@ mod tests {
     }
 
     #[test]
+    fn a_gradient_passes_at_the_clamps_of_gpt_oss_and_not_beyond() {
+        let partials = |gate: f64, up: f64| {
+            let (mut a, mut partials) = ([0.0], [0.0; 2]);
+            activate_with_partials(Activation::GptOss, &[gate, up], &mut a, &mut partials);
+            (a[0], partials)
+        };
+        let next = |x: f64| x.next_up();
+        let (at, [dgate, dup]) = partials(7.0, 7.0);
+        assert!(dgate > 8.0 && dup > 6.9, "{dgate}, {dup}");
+        assert_eq!(partials(next(7.0), next(7.0)), (at, [0.0, 0.0]));
+        assert_eq!(partials(1e300, f64::INFINITY), (at, [0.0, 0.0]));
+        let (below, [dgate, dup]) = partials(-7.0, -7.0);
+        assert!(dgate != 0.0 && dup != 0.0);
+        assert_eq!(partials(-7.0, -next(7.0)), (below, [dgate, 0.0]));
+        // The gate has no lower clamp.
+        assert!(partials(-8.0, 0.0).0 != partials(-7.0, 0.0).0);
+    }
+
+    #[test]
     fn each_slope_is_the_difference_quotient_of_its_function() {
         for activation in Activation::ALL {
             for step in -80..80 {
@@ -242,7 +305,8 @@ mod tests {
                 let quotient = (act(h + delta) - act(h - delta)) / (2.0 * delta);
                 assert!((partials[0] - quotient).abs() < 1e-9, "{activation} at {h}: {} for {quotient}", partials[0]);
                 if activation.gated() {
-                    assert!((partials[1] * up - act(h)).abs() < 1e-12, "{activation} at {h}");
+                    let lifted = if activation == Activation::GptOss { up + 1.0 } else { up };
+                    assert!((partials[1] * lifted - act(h)).abs() < 1e-12, "{activation} at {h}");
                 }
             }
         }

@@ -38,9 +38,13 @@ impl Layer {
     /// Why the kernels cannot take `problem`, if they cannot.
     ///
     /// # Errors
-    /// d or n that is no multiple of 8 (rows are copied 16 bytes at a time), or sizes beyond the
-    /// kernels' indices.
+    /// An activation without a kernel, d or n that is no multiple of 8 (rows are copied 16 bytes at a
+    /// time), or sizes beyond the kernels' indices.
     pub fn accepts(problem: &Problem<'_, bf16>) -> crate::Result<()> {
+        if !Activation::WITH_KERNELS.contains(&problem.activation()) {
+            let known = Activation::WITH_KERNELS.map(Activation::name);
+            return Err(Error::unknown("activation of the CUDA path", problem.activation().name(), known));
+        }
         let (t, d, n, e) = (problem.t(), problem.d(), problem.n(), problem.e());
         for (what, size) in [("d", d), ("n", n)] {
             if !size.is_multiple_of(8) {

@@ -138,6 +138,10 @@ impl<A: Real> Run<'_, A> {
             }
             Activation::ReGlu | Activation::Relu => x.max(A::zero()),
             Activation::ReluSquared => self.mul(x.max(A::zero()), x.max(A::zero())),
+            Activation::GptOss => {
+                let gate = if x > self.wide(7.0) { self.wide(7.0) } else { x };
+                self.mul(gate, self.sigmoid(self.mul(self.wide(1.702), gate)))
+            }
         }
     }
 
@@ -175,7 +179,41 @@ impl<A: Real> Run<'_, A> {
                 }
             }
             Activation::ReluSquared => self.op(x.max(A::zero()) + x.max(A::zero())),
+            Activation::GptOss if x > self.wide(7.0) => A::zero(),
+            Activation::GptOss => {
+                let steep = self.mul(self.wide(1.702), x);
+                let sigma = self.sigmoid(steep);
+                self.mul(sigma, self.op(one + self.mul(steep, self.op(one - sigma))))
+            }
         }
+    }
+
+    /// v of a = f(gate)·v(up), and its slope.
+    fn of_up(&self, up: A) -> (A, A) {
+        let limit = self.wide(7.0);
+        match self.problem.activation() {
+            Activation::GptOss if up > limit => (self.op(limit + A::one()), A::zero()),
+            Activation::GptOss if up < -limit => (self.op(A::one() - limit), A::zero()),
+            Activation::GptOss => (self.op(up + A::one()), A::one()),
+            _ => (up, A::one()),
+        }
+    }
+
+    /// gpt-oss as an eager framework runs it: a, and for a gradient of a those of gate and up.
+    fn gpt_oss_by_operation(&self, gate: A, up: A, da: A) -> [A; 3] {
+        let st = |value| self.to_storage(value);
+        let clamped = if gate > self.wide(7.0) { self.wide(7.0) } else { gate };
+        let sigma = st(self.sigmoid(st(self.mul(clamped, self.wide(1.702)))));
+        let opened = st(self.mul(clamped, sigma));
+        let (lifted, passes) = self.of_up(up);
+        let lifted = st(lifted);
+        let d_opened = st(self.mul(da, lifted));
+        let d_sigma = st(self.mul(d_opened, clamped));
+        let d_steep = st(self.mul(self.mul(d_sigma, self.op(A::one() - sigma)), sigma));
+        let through_sigma = st(self.mul(d_steep, self.wide(1.702)));
+        let dgate = st(self.op(st(self.mul(d_opened, sigma)) + through_sigma));
+        let dgate = if gate > self.wide(7.0) { A::zero() } else { dgate };
+        [st(self.mul(lifted, opened)), dgate, self.mul(st(self.mul(da, opened)), passes)]
     }
 
     fn gate(&self, h: &Array2<A>, row: usize, unit: usize) -> A {
@@ -228,8 +266,14 @@ impl<A: Real> Run<'_, A> {
                 };
                 h[[row, c]] = st(wide_h[[0, c]]);
             }
+            let by_operation = eager && p.activation() == Activation::GptOss;
             for j in 0..n {
                 let (gate, up) = (self.gate(&wide_h, 0, j), self.up(&wide_h, 0, j));
+                if by_operation {
+                    [a[[row, j]], ..] = self.gpt_oss_by_operation(h[[row, 2 * j]], h[[row, 2 * j + 1]], A::zero());
+                    continue;
+                }
+                let (up, _) = self.of_up(up);
                 a[[row, j]] = match (eager, p.activation().gated()) {
                     (true, true) => st(self.mul(st(self.curve(gate)), up)),
                     (_, false) => st(self.curve(gate)),
@@ -277,7 +321,9 @@ impl<A: Real> Run<'_, A> {
                 let (of_gate, slope) = (self.curve(gate), self.slope(gate));
                 if eager {
                     let da = st(self.dot((0..d).map(|i| (dy(row, i), w2[[expert, i, j]])), None));
-                    if p.activation().gated() {
+                    if p.activation() == Activation::GptOss {
+                        [_, dh[[row, 2 * j]], dh[[row, 2 * j + 1]]] = self.gpt_oss_by_operation(gate, up, da);
+                    } else if p.activation().gated() {
                         dh[[row, 2 * j]] = st(self.mul(st(self.mul(da, up)), slope));
                         dh[[row, 2 * j + 1]] = st(self.mul(da, st(of_gate)));
                     } else {
@@ -285,6 +331,7 @@ impl<A: Real> Run<'_, A> {
                     }
                 } else {
                     let g = self.dot((0..d).map(|i| (dout[[token, i]], w2[[expert, i, j]])), None);
+                    let (up, passes) = self.of_up(up);
                     let wide_a = if p.activation().gated() { self.mul(of_gate, up) } else { of_gate };
                     terms.push(self.mul(g, wide_a));
                     a_prime[[row, j]] = st(self.mul(s[row], wide_a));
@@ -294,7 +341,7 @@ impl<A: Real> Run<'_, A> {
                         let product =
                             if first { self.mul(self.mul(da, up), slope) } else { self.mul(da, self.mul(up, slope)) };
                         dh[[row, 2 * j]] = st(product);
-                        dh[[row, 2 * j + 1]] = st(self.mul(da, of_gate));
+                        dh[[row, 2 * j + 1]] = st(self.mul(self.mul(da, of_gate), passes));
                     } else {
                         dh[[row, j]] = st(self.mul(da, slope));
                     }

@@ -268,12 +268,19 @@ fn gates_of_ten_thousand_open_or_close_and_never_become_nan() {
             let outcome = all(&problem);
             let open = match activation {
                 Activation::ReluSquared => gate * gate,
+                // 7·σ(11.9) opens for up + 1.
+                Activation::GptOss => 4.0 * 7.0 / (1.0 + (-1.702 * 7.0f64).exp()),
                 _ if activation.gated() => gate * 3.0,
                 _ => gate,
             };
             let expected = if gate > 0.0 { open } else { 0.0 };
             // σ(−100) = 4e-44 is all that is left of a closed gate.
-            assert!((values(&outcome, Output::A)[0] - expected).abs() < 1e-40, "{activation} at {gate}");
+            let allowed = if activation == Activation::GptOss {
+                28.0 * 8.0 * sonicmoe::Element::to_f64(A::epsilon())
+            } else {
+                1e-40
+            };
+            assert!((values(&outcome, Output::A)[0] - expected).abs() < allowed, "{activation} at {gate}");
             assert!(
                 outcome.results.values().all(|stored| stored.values.iter().all(|value| value.is_finite())),
                 "{activation} at {gate}"
@@ -283,6 +290,50 @@ fn gates_of_ten_thousand_open_or_close_and_never_become_nan() {
     for activation in Activation::ALL {
         check::<f32>(activation);
         check::<f64>(activation);
+    }
+}
+
+/// da/dgate and da/dup of one gpt-oss unit, by the tape.
+fn gpt_oss_slopes(gate: f64, up: f64) -> [f64; 2] {
+    // x = w2 = dout = s = 1: dw1 is the gradient of a in h = w1.
+    let w1 = Array3::from_shape_vec((1, 2, 1), vec![gate, up]).unwrap();
+    let gating = Gating::Given { routing: routing(1, 1, &[(0, 0)]), scores: vec![1.0] };
+    let one = Array2::ones((1, 1));
+    let problem =
+        Problem::new(one.clone(), w1, Array3::ones((1, 1, 1)), None, gating, Activation::GptOss, one).unwrap();
+    values(&all(&problem), Output::Dw1).try_into().unwrap()
+}
+
+/// a of one gpt-oss unit, as the definition has it.
+fn gpt_oss_by_definition(gate: f64, up: f64) -> f64 {
+    let gate = gate.min(7.0);
+    (up.clamp(-7.0, 7.0) + 1.0) * gate / (1.0 + (-1.702 * gate).exp())
+}
+
+#[test]
+fn a_gradient_passes_inside_the_clamps_of_gpt_oss_and_at_them_and_not_beyond() {
+    // A difference quotient errs by δ/2·|a″| (one-sided) with |a″| < 8, and by 2⁻⁵³·57/δ.
+    let (delta, allowed) = (1e-6, 1e-5);
+    let quotient = |gate: [f64; 2], up: [f64; 2]| {
+        (gpt_oss_by_definition(gate[1], up[1]) - gpt_oss_by_definition(gate[0], up[0]))
+            / (gate[1] - gate[0] + up[1] - up[0])
+    };
+    for gate in [-9.0, -7.0, -0.5, 0.5, 6.9, 7.1, 30.0] {
+        for up in [-30.0, -7.1, -6.9, 0.0, 2.0, 6.9, 7.1] {
+            let [dgate, dup] = gpt_oss_slopes(gate, up);
+            let both = |x: f64| [x - delta, x + delta];
+            assert!((dgate - quotient(both(gate), [up; 2])).abs() < allowed, "gate {gate}, up {up}: {dgate}");
+            assert!((dup - quotient([gate; 2], both(up))).abs() < allowed, "gate {gate}, up {up}: {dup}");
+            assert!((dgate == 0.0) == (gate > 7.0) && (dup == 0.0) == (up.abs() > 7.0), "gate {gate}, up {up}");
+        }
+    }
+    // At a clamp the gradient is the quotient of the inner side; the outer one is 0.
+    for (gate, up, inner) in [(7.0, 7.0, -1.0), (7.0, -7.0, 1.0)] {
+        let [dgate, dup] = gpt_oss_slopes(gate, up);
+        assert!((dgate - quotient([7.0 - delta, 7.0], [up; 2])).abs() < allowed && dgate.abs() > 5.9);
+        assert_eq!(quotient([7.0, 7.0 + delta], [up; 2]), 0.0);
+        assert!((dup - quotient([gate; 2], [up, up + inner * delta])).abs() < allowed && dup > 6.9);
+        assert_eq!(quotient([gate; 2], [up, up - inner * delta]), 0.0);
     }
 }
 
@@ -316,6 +367,7 @@ fn activations_are_the_functions_of_their_definition() {
                     }
                     Activation::ReGlu | Activation::Relu => x.max(0.0),
                     Activation::ReluSquared => x.max(0.0).powi(2),
+                    Activation::GptOss => (up + 1.0) / up * x / (1.0 + (-1.702 * x).exp()),
                 };
             // The definitions lose up to 3u|x| where 1 + erf and 1 + tanh cancel; the argument of
             // tanh, 4u of at most 8.5, moves x·σ(2z) by less than 34u|x| where σ′ is largest.

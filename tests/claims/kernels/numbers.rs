@@ -64,7 +64,9 @@ fn loops(problem: &Problem<'_, f64>, act: &dyn Fn(f64) -> (f64, f64)) -> Vec<(Ou
         let pre =
             |row: usize| (0..d).map(|i| x[[token, i]] * w1[[expert, row, i]]).sum::<f64>() + bias(problem.b1(), row);
         let h: Vec<f64> = (0..width).map(pre).collect();
-        let unit = |j: usize| if gated { (act(h[2 * j]), h[2 * j + 1]) } else { (act(h[j]), 1.0) };
+        // Numbers here are far from the clamps of gpt-oss.
+        let lift = if problem.activation() == Activation::GptOss { 1.0 } else { 0.0 };
+        let unit = |j: usize| if gated { (act(h[2 * j]), h[2 * j + 1] + lift) } else { (act(h[j]), 1.0) };
         let a: Vec<f64> = (0..n).map(|j| unit(j).0.0 * unit(j).1).collect();
         for i in 0..d {
             let y = (0..n).map(|j| a[j] * w2[[expert, i, j]]).sum::<f64>() + bias(problem.b2(), i);
@@ -117,6 +119,10 @@ fn textbook(activation: Activation, z: f64) -> (f64, f64) {
         }
         Activation::ReGlu | Activation::Relu => (z.max(0.0), if z > 0.0 { 1.0 } else { 0.0 }),
         Activation::ReluSquared => (z.max(0.0).powi(2), 2.0 * z.max(0.0)),
+        Activation::GptOss => {
+            let sigma = 1.0 / (1.0 + (-1.702 * z).exp());
+            (z * sigma, sigma + 1.702 * z * sigma * (1.0 - sigma))
+        }
     }
 }
 

@@ -74,13 +74,13 @@ impl Variant {
         KernelName::ALL
             .iter()
             .flat_map(|&kernel| match kernel {
-                KernelName::UpForward => Activation::ALL
+                KernelName::UpForward => Activation::WITH_KERNELS
                     .into_iter()
                     .flat_map(|activation| [false, true].map(|bias| Self::up_forward(activation, bias)))
                     .collect(),
                 KernelName::DownForward => [false, true].map(Self::down_forward).to_vec(),
                 KernelName::DownBackwardActivation => {
-                    Activation::ALL.into_iter().map(Self::down_backward_activation).collect()
+                    Activation::WITH_KERNELS.into_iter().map(Self::down_backward_activation).collect()
                 }
                 _ => vec![Self::of(kernel)],
             })
@@ -132,6 +132,8 @@ impl Variant {
                 Activation::Gelu(Gelu::Tanh) => 6,
                 Activation::Relu => 7,
                 Activation::ReluSquared => 8,
+                // No functor has it: the layer is refused before, and the source would not compile.
+                Activation::GptOss => u32::MAX,
             },
         )
     }
