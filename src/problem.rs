@@ -5,7 +5,7 @@ use ndarray::{Array, ArrayView, ArrayView1, ArrayView2, ArrayView3, CowArray, Di
 use crate::activation::Activation;
 use crate::element::{DType, Element};
 use crate::error::{Error, Result};
-use crate::routing::{Convention, Routing};
+use crate::routing::{Convention, GroupedSigmoid, Routing, check_bias};
 
 /// The biases of both projections; a layer has both or none.
 #[derive(Clone, Debug)]
@@ -27,6 +27,38 @@ pub struct Router<'p, S: Element> {
     pub k: usize,
     /// How scores follow from the logits.
     pub convention: Convention,
+    /// (E) what a grouped sigmoid router adds to the probabilities for its choice, and for nothing
+    /// else; it gets no gradient.
+    pub selection_bias: Option<CowArray<'p, S, Ix1>>,
+}
+
+impl<'p, S: Element> Router<'p, S> {
+    /// A router without biases.
+    pub fn new(w: impl Into<CowArray<'p, S, Ix2>>, k: usize, convention: Convention) -> Self {
+        Self { w: w.into(), b: None, k, convention, selection_bias: None }
+    }
+
+    /// The same router, its tensors borrowed.
+    pub fn view(&self) -> Router<'_, S> {
+        Router {
+            w: self.w.view().into(),
+            b: self.b.as_ref().map(|b| b.view().into()),
+            k: self.k,
+            convention: self.convention,
+            selection_bias: self.selection_bias.as_ref().map(|bias| bias.view().into()),
+        }
+    }
+
+    /// The same router, its tensors mapped.
+    pub fn map<V: Element>(&self, mut map: impl FnMut(S) -> V) -> Router<'static, V> {
+        Router {
+            w: self.w.mapv(&mut map).into(),
+            b: self.b.as_ref().map(|b| b.mapv(&mut map).into()),
+            k: self.k,
+            convention: self.convention,
+            selection_bias: self.selection_bias.as_ref().map(|bias| bias.mapv(&mut map).into()),
+        }
+    }
 }
 
 /// Where the routing comes from.
@@ -113,8 +145,8 @@ impl<'p, S: Element> Problem<'p, S> {
     /// Checks every shape against x (T, d) and w2 (E, d, n).
     ///
     /// # Errors
-    /// A shape that does not fit, a size of 0 other than T, K outside `1..=E`, a routing of other T
-    /// or E, or a supplied score that is not finite.
+    /// A shape that does not fit, a size of 0 other than T, K outside `1..=E`, groups of experts that
+    /// [`GroupedSigmoid::check`] refuses, a routing of other T or E, or a supplied score that is not finite.
     pub fn new(
         x: impl Into<CowArray<'p, S, Ix2>>,
         w1: impl Into<CowArray<'p, S, Ix3>>,
@@ -149,13 +181,24 @@ impl<'p, S: Element> Problem<'p, S> {
         }
         expect("dout", &[t, d], &self.dout.view(), "the shape of o is that of x")?;
         match &self.gating {
-            Gating::Router(Router { w, b, k, convention: _ }) => {
+            Gating::Router(Router { w, b, k, convention, selection_bias }) => {
                 expect("router_w", &[e, d], &w.view(), "one row of width d per expert of w2")?;
                 if let Some(b) = b {
                     expect("router_b", &[e], &b.view(), "one entry per expert of w2")?;
                 }
                 if *k == 0 || *k > e {
                     return Err(Error::top_k(*k, e));
+                }
+                match convention {
+                    Convention::GroupedSigmoid(router) => router.check(e, *k)?,
+                    _ if selection_bias.is_some() => {
+                        let known = [GroupedSigmoid::NAME];
+                        return Err(Error::unknown("router with a selection bias", convention.name(), known));
+                    }
+                    _ => {}
+                }
+                if let Some(bias) = selection_bias {
+                    check_bias(bias.mapv(S::to_f64).view(), e)?;
                 }
             }
             Gating::Given { routing, scores } => {
@@ -285,12 +328,7 @@ impl<'p, S: Element> Problem<'p, S> {
                 .as_ref()
                 .map(|Biases { b1, b2 }| Biases { b1: widen(&b1.view()).into(), b2: widen(&b2.view()).into() }),
             gating: match &self.gating {
-                Gating::Router(Router { w, b, k, convention }) => Gating::Router(Router {
-                    w: widen(&w.view()).into(),
-                    b: b.as_ref().map(|b| widen(&b.view()).into()),
-                    k: *k,
-                    convention: *convention,
-                }),
+                Gating::Router(router) => Gating::Router(router.map(S::to_f64)),
                 Gating::Given { routing, scores } => Gating::Given {
                     routing: routing.clone(),
                     scores: scores.iter().map(|score| score.to_f64()).collect(),

@@ -24,6 +24,7 @@ pub(super) enum Tensor {
     Pairs,
     Scores,
     Dout,
+    SelectionBias,
 }
 
 /// The generator of one tensor.

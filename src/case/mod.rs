@@ -212,6 +212,10 @@ impl Case {
                 b: self.router_bias(load)?.map(Into::into),
                 k,
                 convention: *convention,
+                selection_bias: match convention {
+                    Convention::GroupedSigmoid(_) => Some(self.stream(Tensor::SelectionBias).normal(e, 0.1).into()),
+                    _ => None,
+                },
             }),
             Pairing::TopK | Pairing::Counts(_) => self.given(self.given_pairs()?),
         };

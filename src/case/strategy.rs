@@ -6,7 +6,7 @@ use proptest::sample::select;
 
 use super::{Case, Load, Pairing};
 use crate::activation::Activation;
-use crate::routing::Convention;
+use crate::routing::{Convention, GroupedSigmoid};
 use crate::shape::Shape;
 
 /// Which cases an engine and the time at hand allow.
@@ -59,9 +59,20 @@ pub fn activation(limits: Limits) -> impl Strategy<Value = Activation> + use<> {
     select(limits.activations)
 }
 
-/// Any router convention.
-pub fn convention() -> impl Strategy<Value = Convention> {
-    select(&Convention::ALL[..])
+/// Any router convention that `shape` allows.
+pub fn convention(shape: Shape) -> BoxedStrategy<Convention> {
+    let softmaxes = select(&Convention::ALL[..]);
+    let groups: Vec<usize> = (1..=shape.e / 2).filter(|groups| shape.e.is_multiple_of(*groups)).collect();
+    if groups.is_empty() {
+        return softmaxes.boxed();
+    }
+    let grouped = select(groups)
+        .prop_flat_map(move |groups| (Just(groups), (shape.k * groups).div_ceil(shape.e)..=groups))
+        .prop_flat_map(|(groups, kept)| (Just(groups), Just(kept), any::<bool>(), select(vec![1.0, 2.5])))
+        .prop_map(|(groups, kept, renormalized, factor)| {
+            Convention::GroupedSigmoid(GroupedSigmoid { groups, kept, renormalized, factor })
+        });
+    prop_oneof![3 => softmaxes, 1 => grouped].boxed()
 }
 
 /// A shape within `limits`; widths near tile edges.
@@ -78,7 +89,7 @@ pub fn shape(limits: Limits) -> impl Strategy<Value = Shape> {
 
 /// Any source of a routing for `shape`.
 pub fn pairing(shape: Shape) -> BoxedStrategy<Pairing> {
-    let routers = (convention(), load(shape)).prop_map(|(convention, load)| Pairing::Router { convention, load });
+    let routers = (convention(shape), load(shape)).prop_map(|(convention, load)| Pairing::Router { convention, load });
     let counts = prop::collection::vec(count(shape.t), shape.e).prop_map(Pairing::Counts);
     prop_oneof![Just(Pairing::TopK), routers, counts].boxed()
 }

@@ -10,6 +10,7 @@ use ndarray::{Array2, ArrayD, ArrayView1, Axis};
 
 use super::Dump;
 use super::container::quoted;
+use super::grouped::{Rule, with_selection_bias};
 use crate::element::DType;
 use crate::engine::{Numerics, Output, RouterRounding};
 use crate::error::{Error, Result};
@@ -19,7 +20,7 @@ use crate::routing::{Convention, Routing};
 use crate::shape::{ExpertId, TokenId};
 
 /// Acceptable choices looked at for one token, and extra rows computed for all of them.
-const CHOICES_OF_A_TOKEN: usize = 64;
+pub(super) const CHOICES_OF_A_TOKEN: usize = 64;
 const CHOICES: usize = 4096;
 
 /// What the choice was read from.
@@ -50,11 +51,11 @@ pub struct Chosen {
     pub untried: usize,
 }
 
-/// Logits, and how far the engine's own may lie from them.
-struct Logits {
-    values: Array2<f64>,
-    error: Array2<f64>,
-    source: Source,
+/// Logits, or σ(l) + bias where that is compared, and how far the engine's own may lie from them.
+pub(super) struct Logits {
+    pub values: Array2<f64>,
+    pub error: Array2<f64>,
+    pub source: Source,
 }
 
 impl Dump {
@@ -89,19 +90,19 @@ impl Dump {
         let mut chosen = Vec::with_capacity(self.problem.t());
         let mut alternatives = Vec::new();
         for (token, (values, error)) in logits.values.outer_iter().zip(logits.error.outer_iter()).enumerate() {
-            let ranked = ranking(values);
-            if values[ranked[k - 1]] == f64::NEG_INFINITY {
-                let usable = values.iter().filter(|logit| **logit > f64::NEG_INFINITY).count();
+            let usable = values.iter().filter(|logit| **logit > f64::NEG_INFINITY).count();
+            if usable < k {
                 return Err(Error::too_few_logits(token, usable, k));
             }
-            let exact = ranked[..k].to_vec();
+            let rule = Rule { k, groups: router.convention.into() };
+            let exact = rule.exact(values);
             if let Some(ids) = &self.ids {
                 let ids = experts_of(ids, token);
-                refuse_worse(token, &ids, values, error)?;
+                rule.refuse_worse(token, &ids, values, error)?;
                 choice.departing += usize::from(!same_set(&ids, &exact));
                 continue;
             }
-            match optimal(&ranked, k, values, error) {
+            match rule.optimal(values, error) {
                 Some(sets) if sets.len() > 1 => {
                     choice.ambiguous += 1;
                     if alternatives.len() + sets.len() <= CHOICES {
@@ -167,6 +168,9 @@ impl Dump {
                 return Err(Error::logit(row, expert, *value));
             }
         }
+        if let Convention::GroupedSigmoid(_) = router.convention {
+            return Ok(Logits { source, ..with_selection_bias(router, numerics, &values, &error) });
+        }
         if router.convention != Convention::SoftmaxOverTopK {
             // The choice compares p: exp of l − max l, each within its ulps and that of its argument.
             for (values, mut error) in values.outer_iter().zip(error.outer_iter_mut()) {
@@ -205,12 +209,7 @@ impl Dump {
             whole.w1(),
             whole.w2(),
             whole.b1().zip(whole.b2()).map(|(b1, b2)| Biases { b1: b1.into(), b2: b2.into() }),
-            Gating::Router(Router {
-                w: router.w.view().into(),
-                b: router.b.as_ref().map(|b| b.view().into()),
-                k: router.k,
-                convention: router.convention,
-            }),
+            Gating::Router(router.view()),
             whole.activation(),
             whole.dout().select(Axis(0), &tokens),
         )?;
@@ -272,7 +271,7 @@ pub(super) fn ranking(logits: ArrayView1<'_, f64>) -> Vec<usize> {
 
 /// Every set of K experts that is a top-K of some logits within the error, the exact one first;
 /// `None` if there are too many to try.
-fn optimal(
+pub(super) fn optimal(
     ranked: &[usize],
     k: usize,
     values: ArrayView1<'_, f64>,
@@ -321,17 +320,22 @@ fn optimal(
 }
 
 /// A chosen expert and an unchosen one whose logit is above it beyond the error of both.
-fn worse(set: &[usize], values: ArrayView1<'_, f64>, error: ArrayView1<'_, f64>) -> Option<(usize, usize)> {
+pub(super) fn worse(set: &[usize], values: ArrayView1<'_, f64>, error: ArrayView1<'_, f64>) -> Option<(usize, usize)> {
     (0..values.len())
         .filter(|expert| !set.contains(expert))
         .flat_map(|unchosen| set.iter().map(move |&chosen| (chosen, unchosen)))
         .find(|&(chosen, unchosen)| values[unchosen] - error[unchosen] > values[chosen] + error[chosen])
 }
 
-fn refuse_worse(token: usize, ids: &[usize], values: ArrayView1<'_, f64>, error: ArrayView1<'_, f64>) -> Result<()> {
+pub(super) fn refused(
+    token: usize,
+    ids: &[usize],
+    values: ArrayView1<'_, f64>,
+    error: ArrayView1<'_, f64>,
+) -> Result<()> {
     let Some((chosen, unchosen)) = worse(ids, values, error) else { return Ok(()) };
     let reason = format!(
-        "token {token} goes to expert {chosen} with logit {:e} and not to expert {unchosen} with logit {:e}, \
+        "token {token} goes to expert {chosen} ranked by {:e} and not to expert {unchosen} ranked by {:e}, \
          farther apart than their error {:e}",
         values[chosen],
         values[unchosen],
@@ -345,7 +349,7 @@ fn experts_of(routing: &Routing, token: usize) -> Vec<usize> {
     rows.iter().map(|&row| routing.pair_expert()[routing.row_pair()[row as usize] as usize].index()).collect()
 }
 
-fn same_set(a: &[usize], b: &[usize]) -> bool {
+pub(super) fn same_set(a: &[usize], b: &[usize]) -> bool {
     a.len() == b.len() && a.iter().all(|expert| b.contains(expert))
 }
 
@@ -379,10 +383,10 @@ mod tests {
     #[test]
     fn ids_beyond_the_error_are_refused_and_the_message_names_both_logits() {
         let (values, error) = (array![1.0, 2.0, 3.0], array![0.4, 0.4, 0.4]);
-        assert!(refuse_worse(0, &[0, 2], values.view(), array![0.5, 0.5, 0.5].view()).is_ok());
-        let message = refuse_worse(7, &[0, 2], values.view(), error.view()).unwrap_err().to_string();
+        assert!(refused(0, &[0, 2], values.view(), array![0.5, 0.5, 0.5].view()).is_ok());
+        let message = refused(7, &[0, 2], values.view(), error.view()).unwrap_err().to_string();
         assert!(
-            message.contains("token 7 goes to expert 0") && message.contains("expert 1 with logit 2e0"),
+            message.contains("token 7 goes to expert 0") && message.contains("expert 1 ranked by 2e0"),
             "{message}"
         );
     }

@@ -10,7 +10,7 @@ use crate::element::DType;
 use crate::engine::{Numerics, RoundingModel, RouterRounding};
 use crate::error::{Error, Result};
 use crate::layout::GateLayout;
-use crate::routing::Convention;
+use crate::routing::{Convention, GroupedSigmoid};
 
 /// Where a dump's routing comes from: metadata key `router`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -33,7 +33,10 @@ impl GatingKind {
 
 impl fmt::Display for GatingKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
+        match self {
+            Self::Router(convention) => convention.fmt(f),
+            Self::Given => f.pad(self.name()),
+        }
     }
 }
 
@@ -45,8 +48,8 @@ impl FromStr for GatingKind {
             return Ok(Self::Given);
         }
         text.parse().map(Self::Router).map_err(|_| {
-            let known = Convention::ALL.map(Convention::name).into_iter().chain([Self::Given.name()]);
-            Error::unknown("router", text, known)
+            let known = Convention::ALL.map(Convention::name).into_iter();
+            Error::unknown("router", text, known.chain([GroupedSigmoid::NAME, Self::Given.name()]))
         })
     }
 }
@@ -219,7 +222,7 @@ impl Metadata {
             RoundingModel::Eager => "eager",
         });
         let known = [
-            ("router", router.map(|router| router.name().to_string())),
+            ("router", router.map(|router| router.to_string())),
             ("w1_layout", layout.map(|layout| layout.name().to_string())),
             ("activation", activation.map(|activation| activation.name().to_string())),
             ("K", k.map(|k| k.to_string())),

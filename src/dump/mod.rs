@@ -33,6 +33,7 @@
 mod choice;
 mod container;
 mod counts;
+mod grouped;
 mod identify;
 mod metadata;
 mod outputs;

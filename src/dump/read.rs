@@ -68,7 +68,9 @@ impl Dump {
                 } else {
                     None
                 };
-                (Gating::Router(Router { w: w.into(), b: b.map(Into::into), k, convention }), ids)
+                let selection_bias = reader.optional::<Ix1>("selection_bias", "(E)")?.map(Into::into);
+                let router = Router { w: w.into(), b: b.map(Into::into), k, convention, selection_bias };
+                (Gating::Router(router), ids)
             }
             GatingKind::Given => {
                 let routing = reader.routing(t, e)?;
@@ -121,7 +123,7 @@ impl Dump {
 }
 
 /// Every name that has a meaning.
-const KNOWN: [&str; 30] = [
+const KNOWN: [&str; 31] = [
     "x",
     "w1",
     "w2",
@@ -131,6 +133,7 @@ const KNOWN: [&str; 30] = [
     "router_w",
     "router_b",
     "router_logits",
+    "selection_bias",
     "token_idx",
     "expert_idx",
     "scores",

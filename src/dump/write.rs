@@ -124,6 +124,9 @@ impl Tensors {
                 if let Some(b) = &router.b {
                     tensors.floats("router_b", b.view());
                 }
+                if let Some(bias) = &router.selection_bias {
+                    tensors.floats("selection_bias", bias.view());
+                }
             }
             Gating::Given { scores, .. } => tensors.floats("scores", ndarray::ArrayView1::from(scores)),
         }

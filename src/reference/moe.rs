@@ -152,10 +152,10 @@ impl<'p, 'q, A: Real> StandardPass<'p, 'q, A> {
                 let routing = match choice {
                     Some(choice) => {
                         same_sizes(choice, problem)?;
-                        router::check(values)?;
+                        router::check(values, router.convention)?;
                         choice.clone()
                     }
-                    None => router::choose(values, router.k)?,
+                    None => router::choose(values, router)?,
                 };
                 let tokens: Indices = routing.pair_token().iter().map(|token| token.index()).collect();
                 let experts: Indices = routing.pair_expert().iter().map(|expert| expert.index()).collect();

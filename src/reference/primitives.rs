@@ -301,7 +301,7 @@ impl<A: Real> Tape<'_, A> {
 }
 
 /// σ without an exponential of a positive number.
-fn sigmoid<A: Real>(a: A) -> A {
+pub(super) fn sigmoid<A: Real>(a: A) -> A {
     if a >= A::zero() {
         A::one() / (A::one() + (-a).exp())
     } else {

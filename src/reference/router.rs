@@ -5,39 +5,70 @@
 
 use ndarray::{Array2, ArrayView2, Axis};
 
+use super::primitives::sigmoid;
 use super::tape::{Indices, Tape, Var};
 use crate::element::{Element, Real};
 use crate::error::{Error, Result};
-use crate::routing::{Convention, Routing};
+use crate::problem::Router;
+use crate::routing::{Convention, GroupedSigmoid, Routing};
 use crate::shape::{ExpertId, TokenId};
 
 /// The K experts of each token: larger logit first, then the smaller id; −0 equals +0. Pair t·K + j
-/// is token t's j-th.
+/// is token t's j-th. A grouped sigmoid router compares σ(l) + bias instead, inside the groups whose two
+/// best sum to most.
 ///
 /// # Errors
 /// A logit that is NaN or +∞, or a token with fewer than K logits above −∞.
-pub(super) fn choose<A: Real>(logits: ArrayView2<'_, A>, k: usize) -> Result<Routing> {
+pub(super) fn choose<A: Real>(logits: ArrayView2<'_, A>, router: &Router<'_, A>) -> Result<Routing> {
+    let k = router.k;
     let mut pairs = Vec::with_capacity(logits.nrows() * k);
     for (token, row) in logits.rows().into_iter().enumerate() {
         let usable = usable_logits(token, row.iter().copied())?;
-        if usable < k {
-            return Err(Error::too_few_logits(token, usable, k));
-        }
-        let mut experts: Vec<usize> = (0..row.len()).collect();
-        // No NaN is left, −0 and +0 compare as equal, and a stable sort leaves equals in id order.
-        experts.sort_by(|&a, &b| row[b].partial_cmp(&row[a]).unwrap_or(std::cmp::Ordering::Equal));
+        let experts = match router.convention {
+            Convention::GroupedSigmoid(groups) => {
+                let with_bias = |expert: usize| {
+                    let bias = router.selection_bias.as_ref().map_or(A::zero(), |bias| bias[expert]);
+                    sigmoid(row[expert]) + bias
+                };
+                inside_groups(&(0..row.len()).map(with_bias).collect::<Vec<_>>(), &groups)
+            }
+            _ if usable < k => return Err(Error::too_few_logits(token, usable, k)),
+            _ => descending((0..row.len()).collect(), |expert| row[expert]),
+        };
         pairs.extend(experts[..k].iter().map(|&expert| (TokenId(token as u32), ExpertId(expert as u32))));
     }
     Routing::new(logits.nrows(), logits.ncols(), pairs)
 }
 
+/// Experts of the groups that stay, the best first.
+fn inside_groups<A: Real>(values: &[A], router: &GroupedSigmoid) -> Vec<usize> {
+    let size = values.len() / router.groups;
+    let members = |group: usize| (group * size..(group + 1) * size).collect::<Vec<_>>();
+    let of_two_best = |group: usize| {
+        let best = descending(members(group), |expert| values[expert]);
+        values[best[0]] + values[best[1]]
+    };
+    let groups = descending((0..router.groups).collect(), of_two_best);
+    let mut experts: Vec<usize> = groups[..router.kept].iter().flat_map(|&group| members(group)).collect();
+    experts.sort_unstable();
+    descending(experts, |expert| values[expert])
+}
+
+/// Ids in ascending order by descending value: no NaN is left, −0 and +0 compare as equal, and a stable
+/// sort leaves equals in id order.
+fn descending<A: Real>(mut ids: Vec<usize>, value: impl Fn(usize) -> A) -> Vec<usize> {
+    ids.sort_by(|&a, &b| value(b).partial_cmp(&value(a)).unwrap_or(std::cmp::Ordering::Equal));
+    ids
+}
+
 /// Checks that scores can be computed for a choice made elsewhere.
 ///
 /// # Errors
-/// A logit that is NaN or +∞, or a token without a logit above −∞.
-pub(super) fn check<A: Real>(logits: ArrayView2<'_, A>) -> Result<()> {
+/// A logit that is NaN or +∞, or a token without a logit above −∞, of which no softmax is left.
+pub(super) fn check<A: Real>(logits: ArrayView2<'_, A>, convention: Convention) -> Result<()> {
     for (token, row) in logits.rows().into_iter().enumerate() {
-        if usable_logits(token, row.iter().copied())? == 0 {
+        let usable = usable_logits(token, row.iter().copied())?;
+        if usable == 0 && !matches!(convention, Convention::GroupedSigmoid(_)) {
             return Err(Error::too_few_logits(token, 0, 1));
         }
     }
@@ -79,6 +110,21 @@ pub(super) fn scores<A: Real>(
             let probabilities = softmax(tape, logits);
             let chosen = tape.pick(probabilities, tokens, experts);
             normalize_by_token(tape, chosen, tokens, logits)
+        }
+        Convention::GroupedSigmoid(router) => {
+            let probabilities = tape.sigmoid(logits);
+            let chosen = tape.pick(probabilities, tokens, experts);
+            let scores = if router.renormalized {
+                let sums = tape.scatter_add_rows((tape.shape(logits).0, 1), &[(chosen, tokens.clone())]);
+                // S = Σp + 1e-20
+                let away_from_zero = Array2::from_elem(tape.shape(sums), A::from_f64(-1e-20));
+                let sums = tape.shift_rows(sums, &away_from_zero);
+                let sum_of_pair = tape.gather_rows(sums, tokens);
+                tape.div(chosen, sum_of_pair)
+            } else {
+                chosen
+            };
+            tape.scale(scores, A::from_f64(router.factor))
         }
     }
 }

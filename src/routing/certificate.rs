@@ -6,7 +6,7 @@
 mod choice;
 mod metadata;
 
-pub use choice::{certify_choice, certify_choice_within};
+pub use choice::{certify_choice, certify_choice_within, certify_grouped_choice};
 pub use metadata::{RoutingArrays, certify_metadata};
 
 use thiserror::Error;

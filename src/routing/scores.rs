@@ -7,6 +7,7 @@
 //! | softmax over top-K | softmax of l over C | s(g − Σ_C gs) on C, 0 elsewhere |
 //! | top-K over softmax | p on C | p(ĝ − Σ_C gp) on all E; ĝ is g on C, 0 elsewhere |
 //! | the same, renormalised | p / Σ_C p | as for softmax over top-K, the same function |
+//! | grouped sigmoid | of p = σ(l): see [`GroupedSigmoid`](crate::routing::GroupedSigmoid) | on C, 0 elsewhere |
 //!
 //! With K = 1 a normalised score is exactly 1, so dlogits = 1·(g − g·1) is exactly 0.
 
@@ -27,7 +28,7 @@ use crate::routing::{Choice, Convention};
 /// Logits that are not (T, E) of the choice, a logit that is NaN or +∞, or a token whose chosen
 /// experts are all masked by −∞.
 pub fn forward<A: Real>(logits: ArrayView2<A>, choice: &Choice, convention: Convention) -> Result<Vec<A>> {
-    check_logits(logits, choice)?;
+    check_logits(logits, choice, convention)?;
     let k = choice.k();
     let ids = choice.ids();
     let mut scores = vec![A::zero(); choice.tokens() * k];
@@ -38,6 +39,7 @@ pub fn forward<A: Real>(logits: ArrayView2<A>, choice: &Choice, convention: Conv
             let chosen_logits = chosen.iter().map(|expert| logits[expert.index()]);
             match convention {
                 Convention::SoftmaxOverTopK => softmax_into(chosen_logits, scores),
+                Convention::GroupedSigmoid(router) => router.scores(chosen_logits, scores),
                 Convention::TopKOverSoftmax | Convention::TopKOverSoftmaxRenormalized => {
                     softmax_into(logits.iter().copied(), p);
                     for (score, &expert) in scores.iter_mut().zip(&chosen) {
@@ -82,7 +84,7 @@ pub(crate) fn mutated<A: Real>(
     ds: &[A],
     mutant: Option<Mutant>,
 ) -> Result<Array2<A>> {
-    check_logits(logits, choice)?;
+    check_logits(logits, choice, convention)?;
     let k = choice.k();
     for (tensor, length) in [("scores", scores.len()), ("ds", ds.len())] {
         if length != choice.tokens() * k {
@@ -102,6 +104,10 @@ pub(crate) fn mutated<A: Real>(
                     for ((&s, &g), &expert) in s.iter().zip(g).zip(&chosen) {
                         dlogits[expert.index()] = s * (g - sum);
                     }
+                }
+                Convention::GroupedSigmoid(router) => {
+                    let chosen_logits = chosen.iter().map(|expert| logits[[token, expert.index()]]);
+                    router.backward(chosen_logits, g, |rank, dlogit| dlogits[chosen[rank].index()] = dlogit);
                 }
                 Convention::TopKOverSoftmax => {
                     softmax_into(logits.row(token).iter().copied(), p);
@@ -180,22 +186,24 @@ pub(in crate::routing) fn add_softmax_gradient<A: Real>(
     }
 }
 
-fn check_logits<A: Real>(logits: ArrayView2<A>, choice: &Choice) -> Result<()> {
+fn check_logits<A: Real>(logits: ArrayView2<A>, choice: &Choice, convention: Convention) -> Result<()> {
     let expected = [choice.tokens(), choice.experts()];
     if logits.shape() != expected {
         return Err(Error::shape("router_logits", &expected, logits.shape(), "T and E of the choice"));
     }
     first_error(logits, |token, row| {
         check_row(token, row)?;
+        // A sigmoid of −∞ is a probability as any other; a softmax of nothing else is none.
+        let sums_to_zero = !matches!(convention, Convention::GroupedSigmoid(_));
         let chosen = choice.ids();
-        if chosen.row(token).iter().all(|expert| row[expert.index()] == A::neg_infinity()) {
+        if sums_to_zero && chosen.row(token).iter().all(|expert| row[expert.index()] == A::neg_infinity()) {
             return Err(Error::too_few_logits(token, 0, choice.k()));
         }
         Ok(())
     })
 }
 
-fn check_row<A: Real>(token: usize, row: ArrayView1<A>) -> Result<()> {
+pub(in crate::routing) fn check_row<A: Real>(token: usize, row: ArrayView1<A>) -> Result<()> {
     match row.iter().position(|&logit| logit.is_nan() || logit == A::infinity()) {
         Some(expert) => Err(Error::logit(token, expert, row[expert].to_f64())),
         None => Ok(()),

@@ -117,7 +117,7 @@ pub(crate) fn mutated<A: Real>(logits: ArrayView2<A>, k: usize, mutant: Option<M
 }
 
 /// 1 ≤ K ≤ E, and sizes that routing metadata can index.
-fn check_sizes(tokens: usize, experts: usize, k: usize) -> Result<()> {
+pub(super) fn check_sizes(tokens: usize, experts: usize, k: usize) -> Result<()> {
     if k == 0 || k > experts {
         return Err(Error::top_k(k, experts));
     }

@@ -4,12 +4,13 @@ use ndarray::{Array2, ArrayD, Axis};
 
 use super::claim::{Claim, Finding, Section};
 use crate::element::Element;
-use crate::engine::{Engine, Outcome, Output, Record, Results, run};
+use crate::engine::{Engine, Numerics, Outcome, Output, Record, Results, run};
 use crate::error::Result;
 use crate::oracle::{bound, judge, kernel};
 use crate::problem::{Gating, Problem};
+use crate::routing::Convention;
 use crate::routing::Routing;
-use crate::routing::certificate::{RoutingArrays, Violation, certify_choice, certify_metadata};
+use crate::routing::certificate::{RoutingArrays, Violation, certify_choice, certify_grouped_choice, certify_metadata};
 use crate::shape::{ExpertId, TokenId};
 
 /// What the oracles found on one problem.
@@ -50,7 +51,7 @@ pub fn examine<S: Element>(engine: &dyn Engine<S>, problem: &Problem<'_, S>) -> 
         findings.push(Finding::bounded(claim, &judge(output, stored, &bounded)?));
     }
 
-    findings.push(certified(problem, &outcome));
+    findings.push(certified(problem, &outcome, &numerics));
     findings.push(kept_bytes(problem, &outcome));
     findings.push(empty_experts(&outcome));
     findings.push(pairless_tokens(&outcome));
@@ -87,7 +88,7 @@ fn exact(place: usize, subject: &'static str) -> Claim {
 }
 
 /// The choice follows the logits, and the metadata follow the choice.
-fn certified<S: Element>(problem: &Problem<'_, S>, outcome: &Outcome) -> Finding {
+fn certified<S: Element>(problem: &Problem<'_, S>, outcome: &Outcome, numerics: &Numerics) -> Finding {
     let routing = &outcome.routing;
     let pairs: Vec<_> = routing.pair_token().iter().copied().zip(routing.pair_expert().iter().copied()).collect();
     let mut violations: Vec<Violation> = Vec::new();
@@ -99,7 +100,17 @@ fn certified<S: Element>(problem: &Problem<'_, S>, outcome: &Outcome) -> Finding
         let logits = logits.values.view().into_dimensionality();
         match (ids, logits) {
             (Ok(ids), Ok(logits)) => {
-                violations.extend(certify_choice(logits, router.k, ids.view()).err().unwrap_or_default());
+                let certified = match router.convention {
+                    Convention::GroupedSigmoid(groups) => {
+                        let bias = router.selection_bias.as_ref().map(|bias| bias.mapv(S::to_f64));
+                        let bias = bias.as_ref().map(|bias| bias.view());
+                        // σ within the engine's ulps, and the sum with the bias.
+                        let error = (numerics.function_ulps + 2.0) * numerics.score.unit_roundoff();
+                        certify_grouped_choice(logits, bias, &groups, error, router.k, ids.view())
+                    }
+                    _ => certify_choice(logits, router.k, ids.view()),
+                };
+                violations.extend(certified.err().unwrap_or_default());
             }
             _ => violations.push(Violation::Length {
                 array: "pairs",

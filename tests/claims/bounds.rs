@@ -18,9 +18,9 @@ use sonicmoe::case::strategy::{Limits, any_case};
 use sonicmoe::case::{Case, Load, Pairing};
 use sonicmoe::engine::{Numerics, Output, Results, RoundingModel, RouterRounding};
 use sonicmoe::oracle::{Judgement, bound, judge, kernel};
-use sonicmoe::problem::{Biases, Router};
+use sonicmoe::problem::Biases;
 use sonicmoe::reference::StandardMoe;
-use sonicmoe::routing::{Routing, top_k};
+use sonicmoe::routing::{Routing, grouped_top_k, top_k};
 use sonicmoe::sonic::cpu::CpuEngine;
 use sonicmoe::{Activation, Convention, DType, Element, Engine, Gating, Gelu, Problem, Record, run};
 
@@ -82,11 +82,7 @@ fn problem_of(case: &Case, numerics: &Numerics, numbers: Numbers) -> (Problem<'s
     let [x, w1, w2, dout] = numbers.exponents;
     let stored = |value: f64| numerics.storage.round(value);
     let gating = match drawn.gating() {
-        Gating::Router(router) => Gating::Router(Router {
-            w: router.w.mapv(stored).into(),
-            b: router.b.as_ref().map(|b| b.mapv(stored).into()),
-            ..*router
-        }),
+        Gating::Router(router) => Gating::Router(router.map(stored)),
         Gating::Given { routing, scores } => Gating::Given {
             routing: routing.clone(),
             scores: scores.iter().map(|&score| numerics.score.round(score)).collect(),
@@ -113,7 +109,13 @@ fn problem_of(case: &Case, numerics: &Numerics, numbers: Numbers) -> (Problem<'s
             if let Some(b) = &router.b {
                 logits += b;
             }
-            top_k(logits.view(), router.k).unwrap().routing()
+            match router.convention {
+                Convention::GroupedSigmoid(groups) => {
+                    let bias = router.selection_bias.as_ref().map(|bias| bias.view());
+                    grouped_top_k(logits.view(), bias, router.k, &groups).unwrap().routing()
+                }
+                _ => top_k(logits.view(), router.k).unwrap().routing(),
+            }
         }
     };
     (problem, routing)

@@ -11,7 +11,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use sonicmoe::engine::{Outcome, Output};
 use sonicmoe::reference::StandardMoe;
-use sonicmoe::routing::Routing;
+use sonicmoe::routing::{GroupedSigmoid, Routing};
 use sonicmoe::{Activation, Biases, Convention, Engine, ExpertId, Gating, Gelu, Problem, Record, Router, TokenId, run};
 
 /// The largest displacement of an input.
@@ -109,6 +109,7 @@ impl Layer {
             Some((k, convention)) => Gating::Router(Router {
                 w: self.input::<Ix2>(Output::DrouterW).unwrap().into(),
                 b: self.input::<Ix1>(Output::DrouterB).map(Into::into),
+                selection_bias: None,
                 k,
                 convention,
             }),
@@ -181,7 +182,12 @@ fn gradients(layer: &Layer) -> Outcome {
 }
 
 fn gatings() -> impl Iterator<Item = Option<(usize, Convention)>> {
-    std::iter::once(None).chain(Convention::ALL.map(|convention| Some((2, convention))))
+    // A factor of 3/4 leaves |s| ≤ 1.
+    let grouped = [true, false].map(|renormalized| {
+        Convention::GroupedSigmoid(GroupedSigmoid { groups: 1, kept: 1, renormalized, factor: 0.75 })
+    });
+    let conventions = Convention::ALL.into_iter().chain(grouped);
+    std::iter::once(None).chain(conventions.map(|convention| Some((2, convention))))
 }
 
 #[test]

@@ -23,6 +23,7 @@ pub(crate) mod curve;
 pub(crate) mod eager;
 pub(crate) mod fused;
 mod gpt_oss;
+mod grouped;
 pub(crate) mod matrix;
 mod model;
 pub(crate) mod router;

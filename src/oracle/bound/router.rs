@@ -2,6 +2,7 @@
 
 use super::Model;
 use super::ball::{Arithmetic, Ball, Measure};
+use super::grouped;
 use super::matrix::{Balls, Balls1, Balls2};
 use crate::problem::Router;
 use crate::routing::Convention;
@@ -32,6 +33,9 @@ pub(crate) fn scores(model: &Model<'_, '_>, router: &Router<'_, f64>, logits: &B
             }
             Convention::TopKOverSoftmaxRenormalized => {
                 renormalized(arithmetic, softmax(arithmetic, &chosen(model, logits, &pairs)), model.problem.e())
+            }
+            Convention::GroupedSigmoid(constants) => {
+                grouped::scores(arithmetic, &constants, &chosen(model, logits, &pairs))
             }
         };
         for (pair, score) in pairs.into_iter().zip(of_token) {
@@ -95,6 +99,12 @@ pub(crate) fn dlogits(
                 }
                 for (expert, ball) in scattered_backward(arithmetic, &p, &gradient, pairs.len()).enumerate() {
                     set(expert, ball);
+                }
+            }
+            Convention::GroupedSigmoid(constants) => {
+                let gradients = grouped::backward(arithmetic, &constants, &chosen(model, logits, &pairs), &g);
+                for (&pair, ball) in pairs.iter().zip(gradients) {
+                    set(model.expert_of_pair(pair), ball);
                 }
             }
             Convention::TopKOverSoftmaxRenormalized => {
@@ -237,12 +247,12 @@ fn renormalized_backward(arithmetic: &Arithmetic, p: &[Ball], experts: &[usize],
     dlogits
 }
 
-fn subtract(arithmetic: &Arithmetic, a: Ball, b: Ball) -> Ball {
+pub(super) fn subtract(arithmetic: &Arithmetic, a: Ball, b: Ball) -> Ball {
     arithmetic.add(a, Ball { mid: -b.mid, ..b })
 }
 
 /// a/b for b > 0: (|a| + E_a)/(b − E_b) − |a|/b = (E_a + E_b|a|/b)/(b − E_b).
-fn divide(arithmetic: &Arithmetic, a: Ball, b: Ball) -> Ball {
+pub(super) fn divide(arithmetic: &Arithmetic, a: Ball, b: Ball) -> Ball {
     let mid = a.mid / b.mid;
     let least = b.mid - b.rad;
     let rad = if least > 0.0 { arithmetic.join(a.rad, b.rad * mid.abs()) / least } else { f64::INFINITY };

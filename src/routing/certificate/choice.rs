@@ -1,9 +1,12 @@
 //! Is this the choice of the K largest logits?
 
-use ndarray::ArrayView2;
+use std::collections::BTreeSet;
+
+use ndarray::{Array2, ArrayView1, ArrayView2};
 
 use super::Violation;
 use crate::element::Element;
+use crate::routing::GroupedSigmoid;
 use crate::shape::ExpertId;
 
 /// Judges `ids` (T, K), experts by rank, as the choice of the `k` largest of `logits` (T, E):
@@ -32,6 +35,88 @@ pub fn certify_choice_within<S: Element>(
         return Err(vec![Violation::Length { array: "within", expected, found }]);
     }
     judge(logits, |token, expert| within[(token, expert)], k, ids)
+}
+
+/// Judges `ids` as the choice of a grouped sigmoid router: the K largest σ(l) + bias inside groups that may
+/// stay, where σ(l) + bias is known to ± `error` of its largest magnitude, 1 + |bias|.
+///
+/// σ is computed here, in f64. Two groups whose scores are within their errors may stand for each other,
+/// and so may two experts.
+pub fn certify_grouped_choice<S: Element>(
+    logits: ArrayView2<S>,
+    bias: Option<ArrayView1<S>>,
+    router: &GroupedSigmoid,
+    error: f64,
+    k: usize,
+    ids: ArrayView2<ExpertId>,
+) -> Result<(), Vec<Violation>> {
+    let (tokens, experts) = logits.dim();
+    if router.check(experts, k).is_err() || bias.is_some_and(|bias| bias.len() != experts) {
+        return Err(vec![Violation::TopK { k, experts }]);
+    }
+    let size = experts / router.groups;
+    let mut values = Array2::from_elem((tokens, experts), f64::NEG_INFINITY);
+    let mut within = Array2::zeros((tokens, experts));
+    for (token, logits) in logits.outer_iter().enumerate() {
+        let known: Vec<Known> = (0..experts)
+            .map(|expert| {
+                let (logit, bias) = (logits[expert].to_f64(), bias.map_or(0.0, |bias| bias[expert].to_f64()));
+                let (c, error) = (1.0 / (1.0 + (-logit).exp()) + bias, error * (1.0 + bias.abs()));
+                Known { expert: ExpertId(expert as u32), logit: c, low: c - error, high: c + error }
+            })
+            .collect();
+        let used = ids.outer_iter().nth(token).into_iter().flatten().map(|expert| expert.index() / size);
+        for group in groups_that_may_stay(&known, router, used) {
+            for expert in &known[group * size..(group + 1) * size] {
+                let at = (token, expert.expert.index());
+                (values[at], within[at]) = (expert.logit, expert.high - expert.logit);
+            }
+        }
+        // What allows no choice is reported as such.
+        for (expert, logit) in logits.iter().enumerate() {
+            let logit = logit.to_f64();
+            if logit.is_nan() || logit == f64::INFINITY {
+                values[(token, expert)] = logit;
+            }
+        }
+    }
+    judge(values.view(), |token, expert| within[(token, expert)], k, ids)
+}
+
+/// The groups that stay: those in use and the hardest to leave out of the others, unless one that would
+/// be left out surely comes before one in use, which is then left out.
+fn groups_that_may_stay(
+    experts: &[Known],
+    router: &GroupedSigmoid,
+    used: impl Iterator<Item = usize>,
+) -> impl Iterator<Item = usize> {
+    let size = experts.len() / router.groups;
+    let two_largest = |mut values: Vec<f64>| {
+        values.sort_unstable_by(|a, b| b.total_cmp(a));
+        values[0] + values[1]
+    };
+    let mut groups: Vec<Known> = experts
+        .chunks_exact(size)
+        .enumerate()
+        .map(|(group, members)| Known {
+            expert: ExpertId(group as u32),
+            logit: two_largest(members.iter().map(|expert| expert.logit).collect()),
+            low: two_largest(members.iter().map(|expert| expert.low).collect()),
+            high: two_largest(members.iter().map(|expert| expert.high).collect()),
+        })
+        .collect();
+    let used: BTreeSet<usize> = used.collect();
+    let is_used = |group: &Known| used.contains(&group.expert.index());
+    groups.sort_by(|a, b| is_used(b).cmp(&is_used(a)).then(b.low.total_cmp(&a.low)).then(a.expert.cmp(&b.expert)));
+    let left_out = groups.split_off(router.kept);
+    let hardest = left_out.into_iter().reduce(Known::harder);
+    let mut kept: Vec<usize> = groups
+        .into_iter()
+        .filter(|group| hardest.is_none_or(|hardest| group.may_precede(hardest)))
+        .map(|group| group.expert.index())
+        .collect();
+    kept.sort_unstable();
+    kept.into_iter()
 }
 
 /// What is known of one expert of a token: its logit lies in `low..=high`.

@@ -15,7 +15,7 @@ use crate::engine::{Record, RouterGradients};
 use crate::error::{Error, Result};
 use crate::mutant::Mutant;
 use crate::problem::Router;
-use crate::routing::{Choice, Convention, Routing, scores, top_k};
+use crate::routing::{Choice, Convention, Routing, grouped_top_k, scores, top_k};
 
 /// What the router hands to the layer.
 pub(in crate::sonic) struct Routed<V> {
@@ -41,13 +41,17 @@ pub(in crate::sonic) fn forward<S: Element, A: Real>(
         add_bias(sums, router.b.as_ref().map(|b| b.view()), first);
         roundings.apply::<S, A>(RoundingPoint::Logits, sums);
     });
-    let choice = match choice {
-        Some(choice) => choice.clone(),
-        None => top_k::mutated(logits.view(), router.k, fault.0)?,
+    let choice = match (choice, router.convention) {
+        (Some(choice), _) => choice.clone(),
+        (None, Convention::GroupedSigmoid(groups)) => {
+            let bias = router.selection_bias.as_ref().map(|bias| bias.mapv(S::Score::widen));
+            grouped_top_k(logits.view(), bias.as_ref().map(|bias| bias.view()), router.k, &groups)?
+        }
+        (None, _) => top_k::mutated(logits.view(), router.k, fault.0)?,
     };
     let mut scores = scores::forward(logits.view(), &choice, convention)?;
     roundings.apply::<S, S::Score>(RoundingPoint::Scores, &mut scores);
-    let keep = convention == Convention::TopKOverSoftmax || record == Record::Intermediates;
+    let keep = convention.backward_reads_logits() || record == Record::Intermediates;
     Ok(Routed { routing: choice.routing(), scores, logits: keep.then_some(logits) })
 }
 

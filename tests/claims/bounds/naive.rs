@@ -8,7 +8,7 @@ use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use sonicmoe::engine::{Numerics, Output, Results, RoundingModel, RouterRounding, Stored};
-use sonicmoe::routing::Routing;
+use sonicmoe::routing::{GroupedSigmoid, Routing};
 use sonicmoe::{Activation, Convention, DType, Element, Gating, Gelu, Problem, Real, TokenId};
 
 /// Units of the accumulator's roundoff that the elementary functions below may err by: a library
@@ -482,16 +482,56 @@ impl<A: Real> Run<'_, A> {
                     let p = self.softmax(&logits.row(token).to_vec());
                     experts.iter().map(|&expert| self.to_router(p[expert])).collect()
                 }
+                Convention::GroupedSigmoid(_) => {
+                    experts.iter().map(|&expert| self.to_router(self.sigmoid(logits[[token, expert]]))).collect()
+                }
             };
-            let total = match router.convention {
-                Convention::TopKOverSoftmaxRenormalized => self.to_router(self.sum(chosen.clone())),
-                _ => A::one(),
+            let (total, factor) = match router.convention {
+                Convention::TopKOverSoftmaxRenormalized => (self.to_router(self.sum(chosen.clone())), A::one()),
+                Convention::GroupedSigmoid(router) => {
+                    (self.total_of_sigmoids(&router, &chosen), self.wide(router.factor))
+                }
+                _ => (A::one(), A::one()),
             };
             for (pair, score) in pairs.into_iter().zip(chosen) {
-                scores[pair] = self.to_router(self.op(score / total));
+                let share = self.op(score / total);
+                scores[pair] = match router.convention {
+                    Convention::GroupedSigmoid(_) => self.to_router(self.mul(self.to_router(share), factor)),
+                    _ => self.to_router(share),
+                };
             }
         }
         (Some(logits), scores)
+    }
+
+    /// S = Σp + 1e-20, or 1.
+    fn total_of_sigmoids(&self, router: &GroupedSigmoid, p: &[A]) -> A {
+        if router.renormalized {
+            let sum = self.to_router(self.sum(p.to_vec()));
+            self.to_router(self.op(sum + self.wide(1e-20)))
+        } else {
+            A::one()
+        }
+    }
+
+    /// The gradients of the logits of one token's pairs: op by op, or by the closed form.
+    fn backward_of_sigmoids(&self, router: &GroupedSigmoid, logits: &[A], g: &[A]) -> Vec<A> {
+        let rt = |value| self.to_router(value);
+        let p: Vec<A> = logits.iter().map(|&logit| rt(self.sigmoid(logit))).collect();
+        let (total, factor) = (self.total_of_sigmoids(router, &p), self.wide(router.factor));
+        let shares: Vec<A> = p.iter().map(|&p| self.op(p / total)).collect();
+        let bend = |p: A| self.mul(p, self.op(A::one() - p));
+        if self.coin() {
+            let mean = if router.renormalized { self.dot(g.iter().copied().zip(shares), None) } else { A::zero() };
+            let dp = g.iter().map(|&g| self.mul(factor, self.op(self.op(g - mean) / total)));
+            return dp.zip(&p).map(|(dp, &p)| rt(self.mul(dp, bend(p)))).collect();
+        }
+        let g: Vec<A> = g.iter().map(|&g| rt(self.mul(g, factor))).collect();
+        let through_total =
+            g.iter().zip(&shares).map(|(&g, &share)| rt(self.mul(g, rt(self.op(rt(share) / total))))).collect();
+        let shift = if router.renormalized { rt(self.sum(through_total)) } else { A::zero() };
+        let dp = g.iter().map(|&g| rt(self.op(rt(self.op(g / total)) - shift)));
+        dp.zip(&p).map(|(dp, &p)| rt(self.mul(dp, bend(p)))).collect()
     }
 
     fn dlogits(&self, convention: Convention, logits: &Array2<A>, scores: &[A], ds: &[A]) -> Array2<A> {
@@ -501,6 +541,14 @@ impl<A: Real> Run<'_, A> {
         for token in 0..t {
             let pairs = self.pairs_of(token);
             let experts: Vec<usize> = pairs.iter().map(|&pair| self.routing.pair_expert()[pair].index()).collect();
+            if let Convention::GroupedSigmoid(router) = convention {
+                let chosen: Vec<A> = experts.iter().map(|&expert| logits[[token, expert]]).collect();
+                let g: Vec<A> = pairs.iter().map(|&pair| ds[pair]).collect();
+                for (&expert, dlogit) in experts.iter().zip(self.backward_of_sigmoids(&router, &chosen, &g)) {
+                    dlogits[[token, expert]] = dlogit;
+                }
+                continue;
+            }
             let by_operation = convention == Convention::TopKOverSoftmaxRenormalized && self.coin();
             if convention == Convention::TopKOverSoftmax || by_operation {
                 let p: Vec<A> = self.softmax(&logits.row(token).to_vec()).into_iter().map(rt).collect();

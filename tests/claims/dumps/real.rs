@@ -41,7 +41,7 @@ fn run_with_ties() -> (File, usize) {
     let mut w = drawn.router_w().unwrap().to_owned();
     let first = w.row(0).to_owned();
     w.row_mut(1).assign(&first);
-    let router = Router { w: w.clone().into(), b: None, k: 2, convention: Convention::SoftmaxOverTopK };
+    let router = Router::new(w.clone(), 2, Convention::SoftmaxOverTopK);
     let (w1, w2) = (drawn.w1().to_owned(), drawn.w2().to_owned());
     let (x, dout) = (drawn.x().to_owned(), drawn.dout().to_owned());
     let problem = Problem::new(x, w1, w2, None, Gating::Router(router), drawn.activation(), dout).unwrap();

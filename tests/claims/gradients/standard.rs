@@ -25,7 +25,7 @@ fn values(outcome: &Outcome, output: Output) -> Vec<f64> {
 fn routed<A: Real>(shape: Shape, activation: Activation, convention: Convention) -> Problem<'static, A> {
     let Shape { t, d, n, e, k } = shape;
     let random = &mut ChaCha8Rng::seed_from_u64(11);
-    let gating = Gating::Router(Router { w: uniform(random, (e, d)).mapv(A::from_f64).into(), b: None, k, convention });
+    let gating = Gating::Router(Router::new(uniform(random, (e, d)).mapv(A::from_f64), k, convention));
     Problem::new(
         uniform(random, (t, d)).mapv(A::from_f64),
         uniform(random, (e, activation.h_width(n), d)).mapv(A::from_f64),
@@ -42,7 +42,7 @@ fn routed<A: Real>(shape: Shape, activation: Activation, convention: Convention)
 fn with_logits(logits: &[f64], k: usize, convention: Convention) -> Problem<'static, f64> {
     let e = logits.len();
     let w = Array2::from_shape_vec((e, 1), logits.to_vec()).unwrap();
-    let gating = Gating::Router(Router { w: w.into(), b: None, k, convention });
+    let gating = Gating::Router(Router::new(w, k, convention));
     let one = Array2::ones((1, 1));
     Problem::new(one.clone(), Array3::ones((e, 1, 1)), Array3::ones((e, 1, 1)), None, gating, Activation::Silu, one)
         .unwrap()
@@ -395,7 +395,7 @@ fn f32_stays_within_its_own_roundoff_of_f64() {
 fn strided_and_borrowed_tensors_are_read_as_they_stand() {
     let convention = Convention::SoftmaxOverTopK;
     let contiguous = routed::<f64>("5,8,4,3,2".parse().unwrap(), Activation::SwiGlu, convention);
-    let router = Router { w: contiguous.router_w().unwrap().into(), b: None, k: 2, convention };
+    let router = Router::new(contiguous.router_w().unwrap(), 2, convention);
     let x = contiguous.x().reversed_axes().as_standard_layout().into_owned();
     let mut padded = Array3::zeros((3, 8, 16));
     padded.slice_mut(s![.., .., ..;2]).assign(&contiguous.w1());

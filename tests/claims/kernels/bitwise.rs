@@ -131,8 +131,7 @@ fn strided_tensors_give_the_bits_of_contiguous_ones() {
             Gating::Router(Router {
                 w: w_r.slice(every_other(16)).into(),
                 b: layer.b.as_ref().map(|b| b.view().into()),
-                k: layer.k,
-                convention: layer.convention,
+                ..layer.view()
             }),
             problem.activation(),
             dout.slice(s![..;-1, ..;-1]),

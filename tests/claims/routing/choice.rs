@@ -3,8 +3,8 @@
 use half::bf16;
 use ndarray::{Array2, array, s};
 use proptest::prelude::*;
-use sonicmoe::routing::certificate::{Violation, certify_choice, certify_choice_within};
-use sonicmoe::routing::{Choice, top_k};
+use sonicmoe::routing::certificate::{Violation, certify_choice, certify_choice_within, certify_grouped_choice};
+use sonicmoe::routing::{Choice, GroupedSigmoid, grouped_top_k, top_k};
 use sonicmoe::{DType, ErrorClass, ExpertId};
 
 use super::{experts, logits_and_k, only, random, raw};
@@ -46,6 +46,50 @@ proptest! {
         prop_assert_eq!(certify_choice_within(logits.view(), within.view(), k, choice.ids()), Ok(()));
         prop_assert_eq!(certify_choice(rounded.view(), k, choice.ids()), Ok(()));
     }
+}
+
+/// What σ in f64 and the certificate's own may err by.
+const OF_SIGMOID: f64 = 8.0 * f64::EPSILON;
+
+proptest! {
+    #![proptest_config(random(256))]
+
+    #[test]
+    fn a_choice_inside_groups_is_certified_and_with_one_expert_exchanged_it_is_not(
+        numbers in prop::collection::vec(-3.0f64..3.0, 5 * 12),
+        bias in prop::collection::vec(-0.2f64..0.2, 12),
+        (groups, kept, k) in (1..=6usize).prop_filter("groups of equal size", |groups| 12 % groups == 0)
+            .prop_flat_map(|groups| (Just(groups), 1..=groups))
+            .prop_flat_map(|(groups, kept)| (Just(groups), Just(kept), 1..=kept * 12 / groups)),
+        (place, other) in (any::<prop::sample::Index>(), any::<prop::sample::Index>()),
+    ) {
+        let logits = Array2::from_shape_vec((5, 12), numbers).unwrap();
+        let bias = ndarray::Array1::from(bias);
+        let router = GroupedSigmoid { groups, kept, renormalized: true, factor: 1.0 };
+        let choice = grouped_top_k(logits.view(), Some(bias.view()), k, &router)?;
+        let certified = |ids: ndarray::ArrayView2<ExpertId>| {
+            certify_grouped_choice(logits.view(), Some(bias.view()), &router, OF_SIGMOID, k, ids)
+        };
+        prop_assert_eq!(certified(choice.ids()), Ok(()));
+        let mut ids = choice.ids().to_owned();
+        let left_out: Vec<u32> = (0..12).filter(|&expert| !ids.row(2).iter().any(|id| id.0 == expert)).collect();
+        prop_assume!(!left_out.is_empty());
+        ids[[2, place.index(k)]] = ExpertId(left_out[other.index(left_out.len())]);
+        prop_assert!(certified(ids.view()).is_err(), "{:?} for {:?}", ids.row(2), choice.ids().row(2));
+    }
+}
+
+#[test]
+fn groups_within_their_error_may_stand_for_each_other() {
+    let logits = array![[1.0, 1.0, 1.0 + 1e-9, 1.0, -1.0, -1.0]];
+    let router = GroupedSigmoid { groups: 3, kept: 1, renormalized: false, factor: 1.0 };
+    let certified = |ids: [u32; 2], error: f64| {
+        let ids = array![[ExpertId(ids[0]), ExpertId(ids[1])]];
+        certify_grouped_choice(logits.view(), None, &router, error, 2, ids.view()).is_ok()
+    };
+    assert!(certified([2, 3], 1e-12) && !certified([0, 1], 1e-12));
+    assert!(certified([2, 3], 1e-8) && certified([0, 1], 1e-8));
+    assert!(!certified([4, 5], 1e-8) && !certified([0, 2], 1e-8));
 }
 
 #[test]
