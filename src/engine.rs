@@ -78,6 +78,12 @@ pub enum Output {
     DrouterW,
     /// db_r (E), behind a router with a bias.
     DrouterB,
+    /// The gradient of a shared expert's gate projection (n, d).
+    DsharedGate,
+    /// Of its up projection (n, d).
+    DsharedUp,
+    /// Of its down projection (d, n).
+    DsharedDown,
     /// h (R, 2n), by row.
     H,
     /// a (R, n), by row.
@@ -98,7 +104,7 @@ pub enum Output {
 
 impl Output {
     /// The results that a user of the layer sees.
-    pub const RESULTS: [Self; 10] = [
+    pub const RESULTS: [Self; 13] = [
         Self::O,
         Self::Dx,
         Self::Dw1,
@@ -109,6 +115,9 @@ impl Output {
         Self::Dlogits,
         Self::DrouterW,
         Self::DrouterB,
+        Self::DsharedGate,
+        Self::DsharedUp,
+        Self::DsharedDown,
     ];
 
     /// What the kernels hand to each other.
@@ -128,6 +137,9 @@ impl Output {
             Self::Dlogits => "dlogits",
             Self::DrouterW => "drouter_w",
             Self::DrouterB => "drouter_b",
+            Self::DsharedGate => "dshared_gate",
+            Self::DsharedUp => "dshared_up",
+            Self::DsharedDown => "dshared_down",
             Self::H => "h",
             Self::A => "a",
             Self::Y => "y",

@@ -11,6 +11,7 @@ use ndarray::{Array2, ArrayD, ArrayView1, Axis};
 use super::Dump;
 use super::container::quoted;
 use super::grouped::{Rule, with_selection_bias};
+use super::shared::of_tokens;
 use crate::element::DType;
 use crate::engine::{Numerics, Output, RouterRounding};
 use crate::error::{Error, Result};
@@ -213,7 +214,10 @@ impl Dump {
             whole.activation(),
             whole.dout().select(Axis(0), &tokens),
         )?;
-        let bounds = bound::layer(&small, &routing, numerics)?;
+        let bounds = match &self.shared {
+            None => bound::layer(&small, &routing, numerics)?,
+            Some(shared) => bound::layer_beside(&small, &of_tokens(shared, &tokens)?, &routing, numerics)?,
+        };
         let ratio = |output: Output, row: usize, token: usize| -> Option<f64> {
             let (stored, Bounded { truth, bound }) = (self.results.get(&output)?, bounds.get(&output)?);
             let row_of = |values: &ArrayD<f64>, row: usize| values.index_axis(Axis(0), row).to_owned();

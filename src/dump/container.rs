@@ -27,8 +27,11 @@ pub(super) struct Container {
 #[derive(Debug)]
 struct Entry {
     dtype: Dtype,
+    /// As the file has it.
     shape: Vec<usize>,
     range: Range<usize>,
+    /// Whether the last two axes are read the other way round.
+    transposed: bool,
 }
 
 impl Container {
@@ -72,7 +75,7 @@ impl Container {
             .into_iter()
             .map(|(name, info)| {
                 let range = start + info.data_offsets.0..start + info.data_offsets.1;
-                (name, Entry { dtype: info.dtype, shape: info.shape.clone(), range })
+                (name, Entry { dtype: info.dtype, shape: info.shape.clone(), range, transposed: false })
             })
             .collect();
         Ok(Self { bytes, tensors, strings })
@@ -86,6 +89,29 @@ impl Container {
     /// The shape of a tensor.
     pub fn shape(&self, name: &str) -> Option<&[usize]> {
         self.tensors.get(name).map(|entry| entry.shape.as_slice())
+    }
+
+    /// Whether there is a tensor of this name.
+    pub fn has(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
+    /// Adds a string, unless the file says it itself.
+    pub fn say(&mut self, key: &str, value: impl fmt::Display) {
+        self.strings.entry(key.to_string()).or_insert_with(|| value.to_string());
+    }
+
+    /// Has the last two axes of a tensor read the other way round.
+    ///
+    /// # Errors
+    /// A tensor of fewer axes.
+    pub fn transpose(&mut self, name: &str) -> Result<()> {
+        let Some(entry) = self.tensors.get_mut(name) else { return Ok(()) };
+        if entry.shape.len() < 2 {
+            return Err(Error::parse("tensor", name, format!("it has shape {:?}, expected a matrix", entry.shape)));
+        }
+        entry.transposed = !entry.transposed;
+        Ok(())
     }
 
     /// The strings of the header.
@@ -126,6 +152,14 @@ impl Container {
         };
         let values = ArrayD::from_shape_vec(IxDyn(&entry.shape), values)
             .map_err(|error| Error::parse("tensor", name, format!("no array of shape {:?}: {error}", entry.shape)))?;
+        let values = if entry.transposed {
+            let axes = values.ndim();
+            let mut turned = values;
+            turned.swap_axes(axes - 2, axes - 1);
+            turned.as_standard_layout().into_owned()
+        } else {
+            values
+        };
         Ok(Some(Stored { dtype, values }))
     }
 

@@ -9,8 +9,12 @@
 //! | inputs | `x`, `w1`, `w2`, `dout`; `b1` and `b2` together or not at all |
 //! | routing | `router_w`, optional `router_b`, `router_logits`, and ids (`token_idx`, `expert_idx`); or `token_idx`, `expert_idx`, `scores` |
 //! | required results | `o`, `dx`, `dw1`, `dw2`; `db1`, `db2` with biases; `drouter_w` (`drouter_b`) with a router, `ds` with given routing |
+//! | a shared expert, SwiGLU | `shared_gate`, `shared_up`, `shared_down`; results `dshared_gate`, `dshared_up`, `dshared_down` |
 //! | optional results | `dlogits`, `expert_frequency`, `topk_frequency`; behind a router with ids `ds` and `scores` in the ids' order |
 //! | between the kernels, rows in expert order | `h`, `a`, `y`, `dh`, `a_prime`, `dx_expanded` |
+//!
+//! Files with the names of a gpt-oss or DeepSeek-V3 checkpoint (`param.*`, `grad.*`, a JSON `config`) are
+//! read too.
 //!
 //! Strings say what no tensor shows: `router`, `w1_layout`, `activation`, `K`; and optionally
 //! `rounding_model`, `token_rounding`, `tile`, `producer`, `seed` and the sizes.
@@ -34,16 +38,19 @@ mod choice;
 mod container;
 mod counts;
 mod grouped;
+mod import;
 mod identify;
 mod metadata;
 mod outputs;
 mod read;
+mod shared;
 mod write;
 
 pub use choice::{Chosen, Source};
 pub use identify::{Candidate, Reading, identify};
 pub use metadata::{GatingKind, Metadata, Model, Overrides};
 pub use outputs::Outputs;
+pub(crate) use shared::swapped as shared_with_swapped_halves;
 pub use write::{write, write_inputs};
 
 use std::path::PathBuf;
@@ -66,6 +73,9 @@ pub struct Dump {
     pub metadata: Metadata,
     /// What went in, widened exactly, gate and up interleaved.
     pub problem: Problem<'static, f64>,
+    /// A dense expert beside the others, to which every token goes with score 1: the layer of that one
+    /// expert. o and dx are the sums of both layers'.
+    pub shared: Option<Problem<'static, f64>>,
     /// What came out, gate and up interleaved, with the type that each tensor has in the file.
     pub results: Results,
     /// Required results that the file lacks: a check without them is incomplete.

@@ -7,6 +7,8 @@ use ndarray::{Array, Dimension, Ix1, Ix2, Ix3};
 
 use super::container::{Container, list};
 use super::counts::Counts;
+use super::import::import;
+use super::shared;
 use super::{Dump, GatingKind, Metadata, Overrides};
 use crate::activation::Activation;
 use crate::element::DType;
@@ -33,6 +35,7 @@ impl Dump {
     pub fn read(path: impl AsRef<Path>, overrides: &Overrides) -> Result<Self> {
         let path = path.as_ref();
         let mut container = Container::open(path)?;
+        import(&mut container, path)?;
         for (ours, theirs) in &overrides.names {
             if !is_known(ours) {
                 return Err(Error::unknown("tensor", ours, KNOWN));
@@ -78,6 +81,7 @@ impl Dump {
                 (Gating::Given { routing, scores }, None)
             }
         };
+        let shared = shared::read(&mut reader, &x, &dout)?;
         let problem = Problem::new(x, w1, w2, biases, gating, activation, dout)?;
         agree_on_sizes(&metadata, &problem)?;
         if let Some(ids) = &ids {
@@ -85,7 +89,7 @@ impl Dump {
         }
 
         let pairs_known = ids.is_some() || router == GatingKind::Given;
-        let results = reader.results(&problem, &border, pairs_known)?;
+        let results = reader.results(&problem, shared.as_ref(), &border, pairs_known)?;
         let logits = match results.get(&Output::Logits) {
             Some(logits) => Some(logits.values.clone()),
             None => reader.floats("router_logits", &[t, e])?.map(|logits| logits.values),
@@ -95,7 +99,8 @@ impl Dump {
         let counts = Counts::read(&container, e)?;
         reader.read.extend(["expert_frequency", "topk_frequency"]);
 
-        let missing = required(&problem).into_iter().filter(|output| !results.contains_key(output)).collect();
+        let missing =
+            required(&problem, shared.is_some()).into_iter().filter(|output| !results.contains_key(output)).collect();
         let score = coarsest([Output::Ds, Output::Dlogits, Output::Scores].into_iter().filter_map(|output| {
             // Scores in a given routing are no result; behind a router they are.
             results.get(&output).map(|stored| stored.dtype)
@@ -108,6 +113,7 @@ impl Dump {
             mixed: reader.types.len() > 1,
             metadata: Metadata { router: Some(router), ..metadata },
             problem,
+            shared,
             results,
             missing,
             unused,
@@ -123,7 +129,13 @@ impl Dump {
 }
 
 /// Every name that has a meaning.
-const KNOWN: [&str; 31] = [
+const KNOWN: [&str; 37] = [
+    "shared_gate",
+    "shared_up",
+    "shared_down",
+    "dshared_gate",
+    "dshared_up",
+    "dshared_down",
     "x",
     "w1",
     "w2",
@@ -162,7 +174,7 @@ fn is_known(name: &str) -> bool {
 }
 
 /// The results without which a check proves nothing of the layer.
-fn required(problem: &Problem<'_, f64>) -> Vec<Output> {
+fn required(problem: &Problem<'_, f64>, shared: bool) -> Vec<Output> {
     let mut required = vec![Output::O, Output::Dx, Output::Dw1, Output::Dw2];
     if problem.b1().is_some() {
         required.extend([Output::Db1, Output::Db2]);
@@ -175,6 +187,9 @@ fn required(problem: &Problem<'_, f64>) -> Vec<Output> {
             }
         }
         Gating::Given { .. } => required.push(Output::Ds),
+    }
+    if shared {
+        required.extend([Output::DsharedGate, Output::DsharedUp, Output::DsharedDown]);
     }
     required
 }
@@ -196,7 +211,7 @@ impl Border {
 }
 
 /// Reads tensors by name and remembers which ones.
-struct Reader<'c> {
+pub(super) struct Reader<'c> {
     container: &'c Container,
     read: BTreeSet<&'static str>,
     types: BTreeSet<DType>,
@@ -209,16 +224,12 @@ impl Reader<'_> {
 
     fn absent(&self, name: &str) -> Error {
         let names = list(self.container.names());
-        let remedy = if self.container.names().any(|name| name.starts_with("param.")) {
-            format!("this is a checkpoint of modules ({names}); write a dump with the names of `sonicmoe check --help`")
-        } else {
-            format!("the file has {names}; if one of them is meant, say --map {name}=THEIRS")
-        };
+        let remedy = format!("the file has {names}; if one of them is meant, say --map {name}=THEIRS");
         Error::missing(format!("tensor `{name}`"), remedy)
     }
 
     /// An input: its type counts for the storage type, and every value must be finite.
-    fn optional<D: Dimension>(&mut self, name: &'static str, axes: &str) -> Result<Option<Array<f64, D>>> {
+    pub fn optional<D: Dimension>(&mut self, name: &'static str, axes: &str) -> Result<Option<Array<f64, D>>> {
         let Some(Stored { dtype, values }) = self.container.floats(name)? else { return Ok(None) };
         self.read.insert(name);
         self.types.insert(dtype);
@@ -230,7 +241,7 @@ impl Reader<'_> {
         values.into_dimensionality().map(Some).map_err(wrong)
     }
 
-    fn input<D: Dimension>(&mut self, name: &'static str, axes: &str) -> Result<Array<f64, D>> {
+    pub fn input<D: Dimension>(&mut self, name: &'static str, axes: &str) -> Result<Array<f64, D>> {
         self.optional(name, axes)?.ok_or_else(|| self.absent(name))
     }
 
@@ -280,13 +291,19 @@ impl Reader<'_> {
 
     /// Values by pair are read only where the pairs are known: the order of an inferred choice is a
     /// guess wherever two logits are close.
-    fn results(&mut self, problem: &Problem<'_, f64>, border: &Border, pairs_known: bool) -> Result<Results> {
+    fn results(
+        &mut self,
+        problem: &Problem<'_, f64>,
+        shared: Option<&Problem<'_, f64>>,
+        border: &Border,
+        pairs_known: bool,
+    ) -> Result<Results> {
         let mut results = Results::new();
         for output in Output::RESULTS.into_iter().chain(Output::INTERMEDIATES) {
             if matches!(output, Output::Ds | Output::Scores) && !pairs_known {
                 continue;
             }
-            let Some(shape) = shape_of(output, problem) else { continue };
+            let Some(shape) = shape_of(output, problem, shared) else { continue };
             let Some(mut stored) = self.floats(output.name(), &shape)? else { continue };
             match output {
                 Output::Ds | Output::Dlogits | Output::Scores | Output::Logits => {}
@@ -302,7 +319,7 @@ impl Reader<'_> {
 }
 
 /// The shape that a result has, or `None` where this problem has no such result.
-fn shape_of(output: Output, problem: &Problem<'_, f64>) -> Option<Vec<usize>> {
+fn shape_of(output: Output, problem: &Problem<'_, f64>, shared: Option<&Problem<'_, f64>>) -> Option<Vec<usize>> {
     let (t, d, n, e) = (problem.t(), problem.d(), problem.n(), problem.e());
     let (r, width) = (problem.routed(), problem.h_width());
     let behind_router = problem.router_w().is_some();
@@ -320,6 +337,8 @@ fn shape_of(output: Output, problem: &Problem<'_, f64>) -> Option<Vec<usize>> {
         Output::A | Output::APrime => Some(vec![r, n]),
         Output::Y | Output::DxExpanded => Some(vec![r, d]),
         Output::Scores => behind_router.then(|| vec![r]),
+        Output::DsharedGate | Output::DsharedUp => shared.map(|shared| vec![shared.n(), d]),
+        Output::DsharedDown => shared.map(|shared| vec![d, shared.n()]),
     }
 }
 

@@ -116,6 +116,7 @@ pub(crate) fn axes(output: Output) -> &'static [&'static str] {
         Output::Dw1 | Output::Dw2 => &["expert", "row", "column"],
         Output::Db1 | Output::Db2 | Output::DrouterW => &["expert", "column"],
         Output::DrouterB => &["expert"],
+        Output::DsharedGate | Output::DsharedUp | Output::DsharedDown => &["row", "column"],
         Output::Ds | Output::Scores => &["pair"],
         Output::H | Output::A | Output::Y | Output::Dh | Output::APrime | Output::DxExpanded => &["row", "column"],
     }

@@ -96,18 +96,41 @@ fn shifted(truth: &ArrayD<f64>) -> ArrayD<f64> {
 /// What an engine computes that takes gate rows for up rows and the other way round: results of the
 /// layer in the order of the file's rows. Empty without a gate.
 ///
+/// `shared` is the layer beside it, if there is one, as [`bound::layer_beside`] takes it.
+///
 /// # Errors
 /// As [`bound::layer`].
 pub fn gate_and_up_swapped(
     problem: &Problem<'_, f64>,
+    shared: Option<&Problem<'_, f64>>,
     routing: &Routing,
     numerics: &Numerics,
 ) -> Result<BTreeMap<Output, ArrayD<f64>>> {
     if !problem.activation().gated() {
         return Ok(BTreeMap::new());
     }
-    let order: Vec<usize> = (0..problem.h_width()).map(|row| row ^ 1).collect();
-    let swapped = Problem::new(
+    let order = swapped_order(problem);
+    let swapped = with_halves_swapped(problem)?;
+    let bounds = match shared {
+        None => bound::layer(&swapped, routing, numerics)?,
+        Some(shared) => bound::layer_beside(&swapped, &with_halves_swapped(shared)?, routing, numerics)?,
+    };
+    let results = bounds.into_iter().map(|(output, Bounded { truth, .. })| match output {
+        Output::DsharedGate => (Output::DsharedUp, truth),
+        Output::DsharedUp => (Output::DsharedGate, truth),
+        Output::Dw1 | Output::Db1 | Output::H | Output::Dh => (output, truth.select(Axis(1), &order)),
+        _ => (output, truth),
+    });
+    Ok(results.collect())
+}
+
+fn swapped_order(problem: &Problem<'_, f64>) -> Vec<usize> {
+    (0..problem.h_width()).map(|row| row ^ 1).collect()
+}
+
+fn with_halves_swapped<'p>(problem: &'p Problem<'_, f64>) -> Result<Problem<'p, f64>> {
+    let order = swapped_order(problem);
+    Problem::new(
         problem.x(),
         problem.w1().select(Axis(1), &order),
         problem.w2(),
@@ -115,13 +138,7 @@ pub fn gate_and_up_swapped(
         Gating::borrowed(problem.gating()),
         problem.activation(),
         problem.dout(),
-    )?;
-    let bounds = bound::layer(&swapped, routing, numerics)?;
-    let results = bounds.into_iter().map(|(output, Bounded { truth, .. })| match output {
-        Output::Dw1 | Output::Db1 | Output::H | Output::Dh => (output, truth.select(Axis(1), &order)),
-        _ => (output, truth),
-    });
-    Ok(results.collect())
+    )
 }
 
 #[cfg(test)]

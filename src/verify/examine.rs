@@ -80,6 +80,9 @@ fn place_of(output: Output) -> usize {
         Output::Dlogits => 15,
         Output::DrouterW => 16,
         Output::DrouterB => 17,
+        Output::DsharedGate => 18,
+        Output::DsharedUp => 19,
+        Output::DsharedDown => 20,
     }
 }
 

@@ -1,5 +1,6 @@
 //! Real dumps pass, wrong copies of them fail, malformed files are refused.
 
+mod checkpoint;
 pub mod edit;
 mod explained;
 mod malformed;

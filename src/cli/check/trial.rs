@@ -10,7 +10,7 @@ use crate::engine::{Numerics, Output, Stored};
 use crate::error::Result;
 use crate::oracle::bias::Twin;
 use crate::oracle::judge::compare;
-use crate::oracle::{Bounded, HeatMap, Judgement, Verdict, bound, dependence, judge, kernel, vacuity};
+use crate::oracle::{Bounded, HeatMap, Judgement, Verdict, dependence, judge, kernel, vacuity};
 use crate::report::number;
 use crate::routing::Routing;
 
@@ -67,7 +67,7 @@ impl Trial {
         let numerics = dump.numerics(model);
         let chosen = dump.choose(&numerics)?;
         let counts = dump.check_counts(&chosen)?;
-        let bounds = bound::layer(&dump.problem, &chosen.routing, &numerics)?;
+        let bounds = dump.bounds(&chosen.routing, &numerics)?;
         let mut judged = Vec::new();
         let mut unjudged = Vec::new();
         for output in Output::RESULTS.into_iter().chain(Output::INTERMEDIATES).filter(|output| wanted(*output)) {
@@ -81,7 +81,9 @@ impl Trial {
             for kernel::KernelBound { kernel, output, bounded } in
                 kernel::kernels(&dump.problem, &chosen.routing, &dump.results, &numerics)?
             {
-                if let (true, Some(stored)) = (wanted(output), dump.results.get(&output)) {
+                // With a shared expert o and dx hold more than the last kernel's sum.
+                let of_kernel = dump.shared.is_none() || !matches!(output, Output::O | Output::Dx);
+                if let (true, Some(stored)) = (of_kernel && wanted(output), dump.results.get(&output)) {
                     judged.push(judge_in_file(dump, &chosen.routing, Some(kernel), output, stored, &bounded)?);
                 }
             }
@@ -123,12 +125,15 @@ impl Trial {
     /// tighter one.
     pub fn try_impostors(&mut self, dump: &Dump) -> Result<()> {
         let bounds = std::mem::take(&mut self.bounds);
-        let routing = &self.chosen.routing;
-        let swapped = vacuity::gate_and_up_swapped(&dump.problem, routing, &self.numerics)?;
-        self.dependent = dependence::repetition(&dump.problem);
+        let (problem, shared, routing) = (&dump.problem, dump.shared.as_ref(), &self.chosen.routing);
+        let swapped = vacuity::gate_and_up_swapped(problem, shared, routing, &self.numerics)?;
+        self.dependent = match shared {
+            None => dependence::repetition(problem),
+            Some(_) => Some("a shared expert adds to o and dx what the statistics of the routed experts leave out".into()),
+        };
         let loosest = dump.models().last().map_or(self.numerics, |&model| dump.numerics(model));
         let twin = match self.dependent {
-            None => Some(Twin::new(&dump.problem, routing, &loosest)?),
+            None => Some(Twin::new(problem, routing, &loosest)?),
             Some(_) => None,
         };
         for judged in self.judged.iter_mut().filter(|judged| judged.kernel.is_none()) {

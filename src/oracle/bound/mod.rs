@@ -27,10 +27,12 @@ mod grouped;
 pub(crate) mod matrix;
 mod model;
 pub(crate) mod router;
+mod shared;
 
 use std::collections::BTreeMap;
 
 pub(crate) use model::Model;
+pub use shared::layer_beside;
 
 use crate::engine::{Numerics, Output, RoundingModel};
 use crate::error::{Error, Result};
@@ -92,55 +94,81 @@ pub(crate) fn propagate(
     numerics: &Numerics,
     measure: Measure,
 ) -> Result<BTreeMap<Output, Bounded>> {
-    check_routing(problem, routing)?;
     let model = Model::new(problem, routing, numerics, measure);
+    let Parts { mut bounds, o, dx_of_experts, dx_of_router } = parts(&model)?;
+    bounds.insert(Output::O, o.bounded());
+    let dx = match dx_of_router {
+        Some(dx_of_router) => add_router_part(&model, dx_of_experts, &dx_of_router),
+        None => dx_of_experts,
+    };
+    bounds.insert(Output::Dx, dx.bounded());
+    Ok(bounds)
+}
+
+/// The results of a layer, but for o and dx as their parts.
+struct Parts {
+    bounds: BTreeMap<Output, Bounded>,
+    o: Balls2,
+    dx_of_experts: Balls2,
+    dx_of_router: Option<Balls2>,
+}
+
+fn parts(model: &Model<'_, '_>) -> Result<Parts> {
+    let (problem, routing) = (model.problem, model.routing);
+    check_routing(problem, routing)?;
     let mut bounds = BTreeMap::new();
 
     let logits = match problem.gating() {
-        Gating::Router(router) => Some(router::logits(&model, router)),
+        Gating::Router(router) => Some(router::logits(model, router)),
         Gating::Given { .. } => None,
     };
     let scores = match (problem.gating(), &logits) {
-        (Gating::Router(router), Some(logits)) => router::scores(&model, router, logits),
+        (Gating::Router(router), Some(logits)) => router::scores(model, router, logits),
         (Gating::Given { scores, .. }, _) => scores.iter().copied().map(Ball::exact).collect(),
         (Gating::Router(_), None) => return Err(Error::internal("a router has logits")),
     };
     let score_of_row = routing.to_rows(&scores);
 
-    let (dx_of_experts, ds) = match numerics.rounding {
-        RoundingModel::Fused => fused_layer(&model, &score_of_row, &mut bounds),
-        RoundingModel::Eager => eager_layer(&model, &score_of_row, &mut bounds),
+    let Kernels { o, dx: dx_of_experts, ds } = match model.rounding {
+        RoundingModel::Fused => fused_layer(model, &score_of_row, &mut bounds),
+        RoundingModel::Eager => eager_layer(model, &score_of_row, &mut bounds),
     };
     let ds = routing.to_pairs(&ds);
 
-    let dx = match (problem.gating(), &logits) {
+    let dx_of_router = match (problem.gating(), &logits) {
         (Gating::Router(router), Some(logits)) => {
-            let dlogits = router::dlogits(&model, router, logits, &scores, &ds);
-            let dx = add_router_part(&model, dx_of_experts, &router::dx(&model, router, &dlogits));
-            bounds.insert(Output::DrouterW, router::w_gradient(&model, &dlogits).bounded());
+            let dlogits = router::dlogits(model, router, logits, &scores, &ds);
+            let dx = router::dx(model, router, &dlogits);
+            bounds.insert(Output::DrouterW, router::w_gradient(model, &dlogits).bounded());
             if router.b.is_some() {
-                bounds.insert(Output::DrouterB, router::b_gradient(&model, &dlogits).bounded());
+                bounds.insert(Output::DrouterB, router::b_gradient(model, &dlogits).bounded());
             }
             bounds.insert(Output::Dlogits, dlogits.bounded());
-            dx
+            Some(dx)
         }
-        _ => dx_of_experts,
+        _ => None,
     };
-    bounds.insert(Output::Dx, dx.bounded());
     bounds.insert(Output::Ds, Balls1::from_balls(ds).bounded());
     if let Some(logits) = logits {
         bounds.insert(Output::Logits, logits.bounded());
         bounds.insert(Output::Scores, Balls1::from_balls(scores).bounded());
     }
-    Ok(bounds)
+    Ok(Parts { bounds, o, dx_of_experts, dx_of_router })
 }
 
-/// The eight kernels one after the other; gives the experts' dx and ds by row.
-fn fused_layer(model: &Model<'_, '_>, scores: &[Ball], bounds: &mut BTreeMap<Output, Bounded>) -> (Balls2, Vec<Ball>) {
+/// What the kernels give to the router: o, the experts' dx, ds by row.
+struct Kernels {
+    o: Balls2,
+    dx: Balls2,
+    ds: Vec<Ball>,
+}
+
+/// The eight kernels one after the other.
+fn fused_layer(model: &Model<'_, '_>, scores: &[Ball], bounds: &mut BTreeMap<Output, Bounded>) -> Kernels {
     let [h, a] = fused::up_forward(model);
     let y = fused::down_forward(model, &a);
     bounds.insert(Output::A, a.bounded());
-    bounds.insert(Output::O, fused::combine(model, &y, scores).bounded());
+    let o = fused::combine(model, &y, scores);
     bounds.insert(Output::Y, y.bounded());
 
     let fused::DownBackward { dh, a_prime, ds } = fused::down_backward_activation(model, &h, scores);
@@ -156,15 +184,15 @@ fn fused_layer(model: &Model<'_, '_>, scores: &[Ball], bounds: &mut BTreeMap<Out
     bounds.insert(Output::Dh, dh.bounded());
     let dx = fused::combine_gradient(model, &dx_expanded);
     bounds.insert(Output::DxExpanded, dx_expanded.bounded());
-    (dx, ds)
+    Kernels { o, dx, ds }
 }
 
-/// The same layer op by op; gives the experts' dx and ds by row.
-fn eager_layer(model: &Model<'_, '_>, scores: &[Ball], bounds: &mut BTreeMap<Output, Bounded>) -> (Balls2, Vec<Ball>) {
+/// The same layer op by op.
+fn eager_layer(model: &Model<'_, '_>, scores: &[Ball], bounds: &mut BTreeMap<Output, Bounded>) -> Kernels {
     let h = eager::up_forward(model);
     let a = eager::activate(model, &h);
     let y = eager::down_forward(model, &a);
-    bounds.insert(Output::O, eager::combine(model, &y, scores).bounded());
+    let o = eager::combine(model, &y, scores);
 
     let eager::DownBackward { dh, ds } = eager::down_backward_activation(model, &h, &y, scores);
     bounds.insert(Output::H, h.bounded());
@@ -180,7 +208,7 @@ fn eager_layer(model: &Model<'_, '_>, scores: &[Ball], bounds: &mut BTreeMap<Out
     bounds.insert(Output::Dh, dh.bounded());
     let dx = eager::combine_gradient(model, &dx_expanded);
     bounds.insert(Output::DxExpanded, dx_expanded.bounded());
-    (dx, ds)
+    Kernels { o, dx, ds }
 }
 
 /// dx = store(store(experts) + store(router)).

@@ -1,0 +1,98 @@
+//! A layer with a shared expert beside it: a second layer of one expert, to which every token goes with
+//! score 1, on the same x and dout.
+//!
+//! ```text
+//! o  = store(o of the experts + o of the shared one)
+//! dx = the sum, in any order, of the experts' part, the router's, and what the shared expert's gate and
+//!      up projections give; each is stored, and each partial sum
+//! ```
+
+use std::collections::BTreeMap;
+
+use ndarray::{Axis, Slice};
+
+use super::ball::Measure;
+use super::matrix::Balls2;
+use super::{Model, Parts, parts};
+use crate::engine::{Numerics, Output};
+use crate::error::{Error, Result};
+use crate::oracle::judge::Bounded;
+use crate::problem::{Gating, Problem};
+use crate::routing::Routing;
+
+/// [`layer`](super::layer) of `problem` with the layer `shared` beside it: o and dx are those of both
+/// together, and the shared expert's gradients are there under their own names.
+///
+/// # Errors
+/// As [`layer`](super::layer), or a `shared` that is no gated layer without biases of one expert, given
+/// every token once, on x and dout of the same shape.
+pub fn layer_beside(
+    problem: &Problem<'_, f64>,
+    shared: &Problem<'_, f64>,
+    routing: &Routing,
+    numerics: &Numerics,
+) -> Result<BTreeMap<Output, Bounded>> {
+    let every_token = match shared.gating() {
+        Gating::Given { routing, .. } if routing.routed() == shared.t() && shared.e() == 1 => routing,
+        _ => return Err(Error::size("the experts of a shared layer", shared.e(), "one is given every token")),
+    };
+    if shared.x().dim() != problem.x().dim() {
+        return Err(Error::shape("x of the shared expert", problem.x().shape(), shared.x().shape(), "x of the layer"));
+    }
+    let model = Model::new(problem, routing, numerics, Measure::Worst);
+    let beside = Model::new(shared, every_token, numerics, Measure::Worst);
+    let Parts { mut bounds, o, dx_of_experts, dx_of_router } = parts(&model)?;
+    let of_shared = parts(&beside)?;
+    let arithmetic = &model.arithmetic;
+
+    let o = o.map_indexed(|token, column, o| {
+        arithmetic.round(&arithmetic.storage, arithmetic.add(o, of_shared.o.at(token, column)))
+    });
+    bounds.insert(Output::O, o.bounded());
+
+    let (Some(dh), Some(dw1), Some(dw2)) =
+        (of_shared.bounds.get(&Output::Dh), of_shared.bounds.get(&Output::Dw1), of_shared.bounds.get(&Output::Dw2))
+    else {
+        return Err(Error::internal("a layer has dh, dw1 and dw2"));
+    };
+    let mut terms = vec![dx_of_experts];
+    terms.extend(dx_of_router);
+    terms.extend([0, 1].map(|half| through_half(&beside, dh, half)));
+    let dx = Balls2::from_fn(problem.t(), problem.d(), |token, column| {
+        let sum = arithmetic.sum(&arithmetic.partial, terms.iter().map(|term| term.at(token, column)), terms.len() - 1);
+        if sum.magnitude() > arithmetic.storage.largest { super::Ball { rad: f64::INFINITY, ..sum } } else { sum }
+    });
+    bounds.insert(Output::Dx, dx.bounded());
+
+    let only = |bounded: &Bounded| Bounded {
+        truth: bounded.truth.index_axis(Axis(0), 0).to_owned(),
+        bound: bounded.bound.index_axis(Axis(0), 0).to_owned(),
+    };
+    let half = |bounded: &Bounded, first: isize| {
+        let rows = Slice::new(first, None, 2);
+        Bounded {
+            truth: bounded.truth.slice_axis(Axis(0), rows).to_owned(),
+            bound: bounded.bound.slice_axis(Axis(0), rows).to_owned(),
+        }
+    };
+    let dw1 = only(dw1);
+    bounds.insert(Output::DsharedGate, half(&dw1, 0));
+    bounds.insert(Output::DsharedUp, half(&dw1, 1));
+    bounds.insert(Output::DsharedDown, only(dw2));
+    Ok(bounds)
+}
+
+/// dX̃ through the gate rows of w1 alone, or the up rows: the other columns of dH are 0, so that the bound
+/// holds for one product of all rows too.
+fn through_half(model: &Model<'_, '_>, dh: &Bounded, half: usize) -> Balls2 {
+    let arithmetic = &model.arithmetic;
+    let dh = Balls2::from_fn(model.problem.t(), model.problem.h_width(), |row, column| {
+        if column % 2 == half {
+            super::Ball { mid: dh.truth[[row, column]], rad: dh.bound[[row, column]] }
+        } else {
+            super::Ball::default()
+        }
+    });
+    let w1 = model.w1(crate::shape::ExpertId(0));
+    arithmetic.matrix_product(&dh, w1, None).rounded(arithmetic, &arithmetic.storage)
+}
