@@ -130,12 +130,7 @@ impl<S: Element> Gating<'_, S> {
     /// The same gating with its tensors borrowed: for a problem that changes something else.
     pub fn borrowed(&self) -> Gating<'_, S> {
         match self {
-            Self::Router(Router { w, b, k, convention }) => Gating::Router(Router {
-                w: w.view().into(),
-                b: b.as_ref().map(|b| b.view().into()),
-                k: *k,
-                convention: *convention,
-            }),
+            Self::Router(router) => Gating::Router(router.view()),
             Self::Given { routing, scores } => Gating::Given { routing: routing.clone(), scores: scores.clone() },
         }
     }

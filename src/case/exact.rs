@@ -61,6 +61,8 @@ fn offsets(activation: Activation) -> Option<Offsets> {
             Some(Offsets { gate: 50.0, first_gate: 45.0, gate_weight: 2.0, up: None })
         }
         Activation::ReluSquared => Some(Offsets { gate: 10.0, first_gate: 9.0, gate_weight: 2.0, up: None }),
+        // σ(1.702·7) is the most that its clamp leaves, and not 1.
+        Activation::GptOss => None,
     }
 }
 

@@ -141,8 +141,8 @@ impl Exhibit {
             "every-expert" => case("4,8,8,4,4")?.with_pairing(router(Convention::TopKOverSoftmax)).problem(),
             "more-than-every-expert" => {
                 let within = case("4,8,8,4,4")?.problem::<f64>()?;
-                let w = stored(within.router_w().map(|w| w.to_owned()).unwrap_or_default()).into();
-                let gating = Gating::Router(Router { w, b: None, k: 5, convention: Convention::SoftmaxOverTopK });
+                let w = stored(within.router_w().map(|w| w.to_owned()).unwrap_or_default());
+                let gating = Gating::Router(Router::new(w, 5, Convention::SoftmaxOverTopK));
                 with_gating(&within, gating)
             }
             "small-between-large" => small_between_large(),
@@ -208,12 +208,7 @@ fn nan_beside_the_rows<S: Element>() -> Result<Problem<'static, S>> {
 
 fn owned<S: Element>(gating: &Gating<'_, S>) -> Gating<'static, S> {
     match gating {
-        Gating::Router(Router { w, b, k, convention }) => Gating::Router(Router {
-            w: w.to_owned().into(),
-            b: b.as_ref().map(|b| b.to_owned().into()),
-            k: *k,
-            convention: *convention,
-        }),
+        Gating::Router(router) => Gating::Router(router.map(|value| value)),
         Gating::Given { routing, scores } => Gating::Given { routing: routing.clone(), scores: scores.clone() },
     }
 }
@@ -250,13 +245,13 @@ fn with_logits<S: Element, const E: usize>(
         w[[expert, 0]] = logit.trunc();
         w[[expert, 1]] = logit.fract();
     }
-    let gating = Gating::Router(Router { w: w.into(), b: None, k, convention });
+    let gating = Gating::Router(Router::new(w, k, convention));
     let (w1, w2) = (drawn.w1().to_owned(), drawn.w2().to_owned());
     let wide = Problem::new(x, w1, w2, None, gating, drawn.activation(), drawn.dout().to_owned())?;
     let Gating::Router(Router { w, .. }) = wide.gating() else {
         return Err(Error::internal("this layer has a router"));
     };
-    let gating = Gating::Router(Router { w: stored(w.to_owned()).into(), b: None, k, convention });
+    let gating = Gating::Router(Router::new(stored(w.to_owned()), k, convention));
     with_gating(&wide, gating)
 }
 
@@ -296,7 +291,7 @@ fn perfectly_balanced<S: Element>() -> Result<Problem<'static, S>> {
         x[[token, token]] = 2.0;
         w[[token, token]] = 2.0;
     }
-    let router = Router { w: stored(w).into(), b: None, k: 1, convention: Convention::TopKOverSoftmax };
+    let router = Router::new(stored(w), 1, Convention::TopKOverSoftmax);
     let wide = Problem::new(
         x,
         drawn.w1().to_owned(),

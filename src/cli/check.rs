@@ -31,11 +31,11 @@ use trial::Trial;
 #[derive(Args, Clone, Debug, Default)]
 #[command(after_long_help = HELP)]
 pub struct CheckArgs {
-    /// safetensors files, one run each
+    /// safetensors or .npz files, or directories of .npy files, one run each
     #[arg(required_unless_present = "json_schema", value_name = "FILE")]
     pub files: Vec<PathBuf>,
     /// How scores follow from the logits: softmax_over_topk, topk_over_softmax,
-    /// topk_over_softmax_renormalized, or given
+    /// topk_over_softmax_renormalized, given, or grouped_sigmoid:groups=4,kept=2,renormalized=true,factor=2.5
     #[arg(long, value_name = "CONVENTION")]
     pub router: Option<GatingKind>,
     /// Where gate and up stand in w1: interleaved_gate_first, concatenated_gate_first or
@@ -86,7 +86,9 @@ Examples:
 Tensors in a file (T tokens, d model width, n expert width, E experts, R routed pairs):
   x, dout (T,d)   w1 (E,2n,d)   w2 (E,d,n)   optional b1 (E,2n), b2 (E,d)
   routing:  router_w (E,d), optional router_b (E), router_logits (T,E); or token_idx, expert_idx,
-            scores (R)
+            scores (R). Behind a grouped_sigmoid router selection_bias (E)
+  a shared expert, SwiGLU added to o: shared_gate, shared_up (n,d), shared_down (d,n) and dshared_gate,
+            dshared_up, dshared_down
   required: o, dx (T,d)  dw1  dw2; db1, db2 with biases; drouter_w (drouter_b) with a router, ds (R)
             with given routing
   optional: dlogits, expert_frequency, topk_frequency; with a router token_idx and expert_idx (T·K,
@@ -94,6 +96,16 @@ Tensors in a file (T tokens, d model width, n expert width, E experts, R routed 
             kernels, rows in expert order: h, a, y, dh, a_prime, dx_expanded
 Types: F64, F32, BF16, F16, each tensor its own. Metadata strings: router, w1_layout, activation, K;
 optional rounding_model (fused or eager), token_rounding, tile, producer, seed. Flags win.
+
+Routers: softmax_over_topk, topk_over_softmax, topk_over_softmax_renormalized, given, or DeepSeek-V3's as
+grouped_sigmoid:groups=4,kept=2,renormalized=true,factor=2.5.
+
+Files with the names of a gpt-oss or DeepSeek-V3 checkpoint (param.experts.gate_up_proj, grad.…, a JSON
+config among the strings) are read as they are, beside x, dout, o and dx.
+
+numpy: an uncompressed archive or a directory of arrays; arrays without axes are the strings. bfloat16 of
+ml_dtypes, which numpy stores as V2, is read as such.
+  np.savez('run.npz', x=x, w1=w1, …, router='topk_over_softmax', activation='swiglu', K=2)
 
 From Python:
   safetensors.torch.save_file(dict(x=x, w1=w1, w2=w2, dout=dout, router_w=router_w, o=o, dx=x.grad,

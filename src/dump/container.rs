@@ -1,4 +1,5 @@
-//! The container: a safetensors file as named tensors and strings, before any of them means anything.
+//! The container: a file, or numpy's directory, as named tensors and strings, before any of them means
+//! anything.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -8,10 +9,11 @@ use std::ops::Range;
 use std::path::Path;
 
 use half::{bf16, f16};
-use ndarray::{ArrayD, IxDyn};
+use ndarray::{ArrayD, IxDyn, ShapeBuilder};
 use safetensors::tensor::{Dtype, SafeTensorError, SafeTensors};
 use serde::de::{Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 
+use super::{archive, numpy};
 use crate::element::{DType, Element};
 use crate::engine::Stored;
 use crate::error::{Error, Result};
@@ -22,22 +24,49 @@ pub(super) struct Container {
     bytes: Vec<u8>,
     tensors: BTreeMap<String, Entry>,
     strings: BTreeMap<String, String>,
+    notes: Vec<String>,
 }
 
+/// One tensor.
 #[derive(Debug)]
-struct Entry {
-    dtype: Dtype,
+pub(super) struct Entry {
+    pub dtype: Dtype,
     /// As the file has it.
-    shape: Vec<usize>,
-    range: Range<usize>,
+    pub shape: Vec<usize>,
+    pub range: Range<usize>,
+    /// Whether the first axis varies fastest.
+    pub fortran: bool,
     /// Whether the last two axes are read the other way round.
-    transposed: bool,
+    pub transposed: bool,
 }
 
 impl Container {
-    /// Reads a file and checks its structure: every byte of it belongs to the header or to exactly
-    /// one tensor, every name is there once.
+    /// A container of tensors that lie in `bytes`.
+    pub fn new(bytes: Vec<u8>, tensors: BTreeMap<String, Entry>, strings: BTreeMap<String, String>) -> Self {
+        Self { bytes, tensors, strings, notes: Vec::new() }
+    }
+
+    /// Adds what a reader of the report should know.
+    pub fn note(&mut self, text: impl Into<String>) {
+        self.notes.push(text.into());
+    }
+
+    /// Bytes of the file.
+    pub fn size(&self) -> usize {
+        self.bytes.len()
+    }
+
+    /// What a reader of the report should know.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
+    }
+
+    /// Reads a safetensors file and checks its structure: every byte of it belongs to the header or to
+    /// exactly one tensor, every name is there once. Or reads numpy's files.
     pub fn open(path: &Path) -> Result<Self> {
+        if path.is_dir() {
+            return numpy::of_directory(path);
+        }
         let mut file = File::open(path).map_err(|source| Error::io(path, source))?;
         let attributes = file.metadata().map_err(|source| Error::io(path, source))?;
         // A pipe or a device has no size that could bound what is read.
@@ -53,6 +82,14 @@ impl Container {
             ));
         }
         file.read_exact(&mut length).map_err(|source| Error::io(path, source))?;
+        if numpy::is_array(&length) {
+            return Err(Error::malformed(path, "one array is no run; give the directory with all of them, or an .npz"));
+        }
+        if archive::is_archive(&length) {
+            let mut bytes = length.to_vec();
+            file.take(size - 8).read_to_end(&mut bytes).map_err(|source| Error::io(path, source))?;
+            return numpy::of_archive(bytes).map_err(|reason| Error::malformed(path, reason));
+        }
         let header = u64::from_le_bytes(length);
         if header > size - 8 {
             let reason = format!("its header claims {header} bytes, but only {} follow", size - 8);
@@ -75,10 +112,10 @@ impl Container {
             .into_iter()
             .map(|(name, info)| {
                 let range = start + info.data_offsets.0..start + info.data_offsets.1;
-                (name, Entry { dtype: info.dtype, shape: info.shape.clone(), range, transposed: false })
+                (name, Entry { dtype: info.dtype, shape: info.shape.clone(), range, fortran: false, transposed: false })
             })
             .collect();
-        Ok(Self { bytes, tensors, strings })
+        Ok(Self::new(bytes, tensors, strings))
     }
 
     /// Every tensor's name, in order.
@@ -150,16 +187,16 @@ impl Container {
                 return Err(Error::parse("tensor", name, reason));
             }
         };
-        let values = ArrayD::from_shape_vec(IxDyn(&entry.shape), values)
+        let shape = IxDyn(&entry.shape);
+        let mut values = ArrayD::from_shape_vec(shape.set_f(entry.fortran), values)
             .map_err(|error| Error::parse("tensor", name, format!("no array of shape {:?}: {error}", entry.shape)))?;
-        let values = if entry.transposed {
+        if entry.transposed {
             let axes = values.ndim();
-            let mut turned = values;
-            turned.swap_axes(axes - 2, axes - 1);
-            turned.as_standard_layout().into_owned()
-        } else {
-            values
-        };
+            values.swap_axes(axes - 2, axes - 1);
+        }
+        if !values.is_standard_layout() {
+            values = values.as_standard_layout().into_owned();
+        }
         Ok(Some(Stored { dtype, values }))
     }
 

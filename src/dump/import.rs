@@ -111,6 +111,8 @@ fn gpt_oss(container: &mut Container, path: &Path) -> Result<()> {
         return Err(Error::parse("metadata", "swiglu_limit", reason));
     }
     rename(container, &GPT_OSS)?;
+    container
+        .note("names of a gpt-oss checkpoint; w1, w2 and their gradients are turned, and so are coordinates in them");
     container.say("router", Convention::SoftmaxOverTopK);
     container.say("activation", Activation::GptOss.name());
     container.say("w1_layout", GateLayout::InterleavedGateFirst.name());
@@ -124,6 +126,7 @@ fn gpt_oss(container: &mut Container, path: &Path) -> Result<()> {
 fn deepseek_v3(container: &mut Container, path: &Path) -> Result<()> {
     let config: DeepseekV3Config = config(container, path)?;
     rename(container, &DEEPSEEK_V3)?;
+    container.note("names of a DeepSeek-V3 checkpoint");
     let bias = "buffer.gate.e_score_correction_bias";
     if container.has(bias) {
         container.rename("selection_bias", bias)?;

@@ -1,4 +1,4 @@
-//! Runs of foreign implementations as safetensors files.
+//! Runs of foreign implementations as files: safetensors, or numpy's `.npz` and directories of `.npy`.
 //!
 //! A dump holds what went into one forward and backward of an MoE layer and what came out. It is
 //! read into the crate's own terms at this border, and nowhere else: gate and up interleaved,
@@ -34,13 +34,15 @@
 //! # Ok::<(), sonicmoe::Error>(())
 //! ```
 
+mod archive;
 mod choice;
 mod container;
 mod counts;
 mod grouped;
-mod import;
 mod identify;
+mod import;
 mod metadata;
+mod numpy;
 mod outputs;
 mod read;
 mod shared;
@@ -50,7 +52,6 @@ pub use choice::{Chosen, Source};
 pub use identify::{Candidate, Reading, identify};
 pub use metadata::{GatingKind, Metadata, Model, Overrides};
 pub use outputs::Outputs;
-pub(crate) use shared::swapped as shared_with_swapped_halves;
 pub use write::{write, write_inputs};
 
 use std::path::PathBuf;
@@ -82,6 +83,8 @@ pub struct Dump {
     pub missing: Vec<Output>,
     /// Tensors that the file has and nobody reads, by name.
     pub unused: Vec<String>,
+    /// What a reader of the report should know of how the file was read.
+    pub notes: Vec<String>,
     /// The order of gate and up in the file.
     pub layout: GateLayout,
     /// The coarsest type of the layer's tensors: where results are finer, their bound is that of

@@ -30,6 +30,7 @@ impl Dump {
     /// *Contract*: no such file, a malformed one, a type or shape that does not fit, ids out of
     /// range or a pair twice, K > E, an input that is not finite, a logit that is NaN or +∞,
     /// sizes in the metadata that contradict the tensors.
+    /// A layer whose truth would take far more memory than the file.
     /// *Incomplete*: an input or a convention that is not there; the message names the flag that
     /// supplies it. (A missing result is no error here: see [`Dump::missing`].)
     pub fn read(path: impl AsRef<Path>, overrides: &Overrides) -> Result<Self> {
@@ -49,6 +50,12 @@ impl Dump {
         let w1 = reader.input::<Ix3>("w1", "(E, 2n, d), or (E, n, d) without a gate")?;
         let w2 = reader.input::<Ix3>("w2", "(E, d, n)")?;
         let dout = reader.input::<Ix2>("dout", "(T, d)")?;
+        // Any number of rows without elements takes no bytes of the file, but as many offsets here.
+        for (what, size) in [("d", x.ncols()), ("n", w2.dim().2), ("E", w2.dim().0), ("d of w2", w2.dim().1)] {
+            if size == 0 {
+                return Err(Error::size(what, size, "it must be at least 1"));
+            }
+        }
         let activation = metadata.required_activation()?;
         let layout = metadata.required_layout(activation)?;
         let border = Border { activation, layout };
@@ -84,6 +91,7 @@ impl Dump {
         let shared = shared::read(&mut reader, &x, &dout)?;
         let problem = Problem::new(x, w1, w2, biases, gating, activation, dout)?;
         agree_on_sizes(&metadata, &problem)?;
+        affordable(&problem, container.size())?;
         if let Some(ids) = &ids {
             expect_k_each(ids, metadata.required_k()?)?;
         }
@@ -117,6 +125,7 @@ impl Dump {
             results,
             missing,
             unused,
+            notes: container.notes().to_vec(),
             layout,
             storage,
             score: score.unwrap_or(fallback),
@@ -340,6 +349,27 @@ fn shape_of(output: Output, problem: &Problem<'_, f64>, shared: Option<&Problem<
         Output::DsharedGate | Output::DsharedUp => shared.map(|shared| vec![shared.n(), d]),
         Output::DsharedDown => shared.map(|shared| vec![d, shared.n()]),
     }
+}
+
+/// A file of a megabyte can describe a layer whose truth takes terabytes: R grows with T·K where the file
+/// grows with T and with E.
+///
+/// By row the truth keeps h, dh, a, a′, y and dx̃, and by token and expert what the router does, each with
+/// its bound.
+fn affordable(problem: &Problem<'_, f64>, file: usize) -> Result<()> {
+    const TIMES: u128 = 1024;
+    const AND: u128 = 1 << 30;
+    let [t, d, n, e] = [problem.t(), problem.d(), problem.n(), problem.e()].map(|size| size as u128);
+    let rows = problem.routed() as u128;
+    let bytes = 16 * (rows * (2 * problem.h_width() as u128 + 2 * n + 2 * d) + 4 * t * e);
+    if bytes > TIMES * file as u128 + AND {
+        let limit = format!(
+            "its truth in f64 would take {bytes} bytes, more than {TIMES} times the {file} of the file: check fewer              tokens at a time"
+        );
+        let size = usize::try_from(rows * (d + n)).unwrap_or(usize::MAX);
+        return Err(Error::size("R·(d + n)", size, limit));
+    }
+    Ok(())
 }
 
 fn agree_on_sizes(metadata: &Metadata, problem: &Problem<'_, f64>) -> Result<()> {

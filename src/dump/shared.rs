@@ -1,5 +1,7 @@
 //! The shared expert of a dump: a layer of one expert to which every token goes with score 1.
 
+use std::collections::BTreeMap;
+
 use ndarray::{Array2, Array3, ArrayView2, Axis, Ix2};
 
 use super::Dump;
@@ -7,7 +9,7 @@ use super::read::Reader;
 use crate::activation::Activation;
 use crate::engine::{Numerics, Output};
 use crate::error::{Error, Result};
-use crate::oracle::{Bounded, bound};
+use crate::oracle::{Bounded, bound, statistic};
 use crate::problem::{Gating, Problem};
 use crate::routing::Routing;
 use crate::shape::{ExpertId, TokenId};
@@ -60,25 +62,26 @@ pub(super) fn of_tokens(shared: &Problem<'_, f64>, tokens: &[usize]) -> Result<P
     dense(x.view(), shared.w1().to_owned(), shared.w2().to_owned(), dout.view())
 }
 
-/// The same expert with gate and up exchanged.
-pub(crate) fn swapped(shared: &Problem<'_, f64>) -> Result<Problem<'static, f64>> {
-    let order: Vec<usize> = (0..shared.h_width()).map(|row| row ^ 1).collect();
-    dense(shared.x(), shared.w1().select(Axis(1), &order), shared.w2().to_owned(), shared.dout())
-}
-
 impl Dump {
     /// Truth and bound of every result, by the routing that was used.
     ///
     /// # Errors
     /// As [`bound::layer`].
-    pub fn bounds(
-        &self,
-        routing: &Routing,
-        numerics: &Numerics,
-    ) -> Result<std::collections::BTreeMap<Output, Bounded>> {
+    pub fn bounds(&self, routing: &Routing, numerics: &Numerics) -> Result<BTreeMap<Output, Bounded>> {
         match &self.shared {
             None => bound::layer(&self.problem, routing, numerics),
             Some(shared) => bound::layer_beside(&self.problem, shared, routing, numerics),
+        }
+    }
+
+    /// The same with the statistical twin of each bound.
+    ///
+    /// # Errors
+    /// As [`statistic::layer`].
+    pub fn twins(&self, routing: &Routing, numerics: &Numerics) -> Result<BTreeMap<Output, Bounded>> {
+        match &self.shared {
+            None => statistic::layer(&self.problem, routing, numerics),
+            Some(shared) => statistic::layer_beside(&self.problem, shared, routing, numerics),
         }
     }
 }

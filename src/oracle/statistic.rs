@@ -12,7 +12,7 @@
 use std::collections::BTreeMap;
 
 use super::bound::ball::Measure;
-use super::bound::propagate;
+use super::bound::{propagate, propagate_beside};
 use super::judge::Bounded;
 use crate::engine::{Numerics, Output};
 use crate::error::Result;
@@ -29,11 +29,28 @@ pub const LIMIT: f64 = 6.0;
 /// # Errors
 /// As [`bound::layer`](super::bound::layer).
 pub fn layer(problem: &Problem<'_, f64>, routing: &Routing, numerics: &Numerics) -> Result<BTreeMap<Output, Bounded>> {
-    let mut deviations = deviations(problem, routing, numerics)?;
+    Ok(limits(deviations(problem, routing, numerics)?))
+}
+
+/// The same with a shared expert beside; arguments as for
+/// [`bound::layer_beside`](super::bound::layer_beside).
+///
+/// # Errors
+/// As [`bound::layer_beside`](super::bound::layer_beside).
+pub fn layer_beside(
+    problem: &Problem<'_, f64>,
+    shared: &Problem<'_, f64>,
+    routing: &Routing,
+    numerics: &Numerics,
+) -> Result<BTreeMap<Output, Bounded>> {
+    Ok(limits(propagate_beside(problem, shared, routing, numerics, Measure::Deviation)?))
+}
+
+fn limits(mut deviations: BTreeMap<Output, Bounded>) -> BTreeMap<Output, Bounded> {
     for Bounded { bound, .. } in deviations.values_mut() {
         *bound *= LIMIT;
     }
-    Ok(deviations)
+    deviations
 }
 
 /// The truth of every result and intermediate, with one standard deviation of a correct engine's

@@ -16,13 +16,15 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use sonicmoe::case::strategy::{Limits, any_case};
 use sonicmoe::case::{Case, Load, Pairing};
-use sonicmoe::engine::{Numerics, Output, Results, RoundingModel, RouterRounding};
+use sonicmoe::engine::{Numerics, Output, Results, RoundingModel, RouterRounding, Stored};
 use sonicmoe::oracle::{Judgement, bound, judge, kernel};
 use sonicmoe::problem::Biases;
 use sonicmoe::reference::StandardMoe;
 use sonicmoe::routing::{Routing, grouped_top_k, top_k};
 use sonicmoe::sonic::cpu::CpuEngine;
-use sonicmoe::{Activation, Convention, DType, Element, Engine, Gating, Gelu, Problem, Record, run};
+use sonicmoe::{
+    Activation, Convention, DType, Element, Engine, ExpertId, Gating, Gelu, Problem, Record, Shape, TokenId, run,
+};
 
 /// Small enough for loops, large enough for every sum to have terms.
 const LIMITS: Limits = Limits { tokens: 24, width: 24, experts: 6, ..Limits::SMALL };
@@ -121,6 +123,23 @@ fn problem_of(case: &Case, numerics: &Numerics, numbers: Numbers) -> (Problem<'s
     (problem, routing)
 }
 
+/// A SwiGLU of width n on the same x and dout, to which every token goes with score 1.
+fn shared_expert(
+    problem: &Problem<'static, f64>,
+    n: usize,
+    numerics: &Numerics,
+    seed: u64,
+) -> (Problem<'static, f64>, Routing) {
+    let (t, d) = problem.x().dim();
+    let drawn = Case::new(Shape { t: 1, d, n, e: 1, k: 1 }).with_seed(seed ^ 1).problem::<f64>().unwrap();
+    let stored = |value: f64| numerics.storage.round(value);
+    let routing = Routing::new(t, 1, (0..t as u32).map(|token| (TokenId(token), ExpertId(0)))).unwrap();
+    let gating = Gating::Given { routing: routing.clone(), scores: vec![1.0; t] };
+    let (w1, w2) = (drawn.w1().mapv(stored), drawn.w2().mapv(stored));
+    let (x, dout) = (problem.x().to_owned(), problem.dout().to_owned());
+    (Problem::new(x, w1, w2, None, gating, Activation::SwiGlu, dout).unwrap(), routing)
+}
+
 fn naive(problem: &Problem<'static, f64>, routing: &Routing, numerics: Numerics, seed: u64) -> Results {
     let engine = Naive::new(numerics, seed);
     if numerics.accumulator < DType::F32.unit_roundoff() {
@@ -204,6 +223,43 @@ proptest! {
         numbers in numbers(),
     ) {
         naive_engine_is_within(&case, numerics, numbers)?;
+    }
+
+    /// The two layers of a naive engine, added with one store each.
+    #[test]
+    fn no_correct_engine_exceeds_its_bound_with_a_shared_expert_beside(
+        case in any_case(LIMITS),
+        numerics in arithmetic(),
+        n in 1..9usize,
+    ) {
+        let numerics = Numerics { flushes_denormals: false, ..numerics };
+        let (problem, routing) = problem_of(&case, &numerics, UNIT);
+        let (shared, every_token) = shared_expert(&problem, n, &numerics, case.seed);
+        let of_layer = naive(&problem, &routing, numerics, case.seed);
+        let of_shared = naive(&shared, &every_token, numerics, case.seed);
+        let bounds = bound::layer_beside(&problem, &shared, &routing, &numerics).unwrap();
+        let judged = |output: Output, values: ndarray::ArrayD<f64>| {
+            let stored = Stored { dtype: numerics.storage, values };
+            judge(output, &stored, &bounds[&output]).unwrap()
+        };
+        for output in [Output::O, Output::Dx] {
+            let sum = &of_layer[&output].values + &of_shared[&output].values;
+            let judgement = judged(output, sum.mapv(|value| numerics.storage.round(value)));
+            prop_assert!(judgement.passes(), "{judgement}");
+            if problem.t() > 0 {
+                let without = judged(output, of_layer[&output].values.clone());
+                prop_assert!(!without.passes(), "{output} passes without the shared expert");
+            }
+        }
+        let dw1 = of_shared[&Output::Dw1].values.index_axis(ndarray::Axis(0), 0).to_owned();
+        for (first, output) in [(0, Output::DsharedGate), (1, Output::DsharedUp)] {
+            let rows = ndarray::Slice::new(first, None, 2);
+            let judgement = judged(output, dw1.slice_axis(ndarray::Axis(0), rows).to_owned());
+            prop_assert!(judgement.passes(), "{judgement}");
+        }
+        let down = of_shared[&Output::Dw2].values.index_axis(ndarray::Axis(0), 0).to_owned();
+        let judgement = judged(Output::DsharedDown, down);
+        prop_assert!(judgement.passes(), "{judgement}");
     }
 
     /// |h| is about 8 here, so that gate and up are clamped about as often as not.

@@ -3,7 +3,9 @@
 mod checkpoint;
 pub mod edit;
 mod explained;
+mod hostile;
 mod malformed;
+mod numpy;
 mod real;
 mod round_trip;
 mod statistics;

@@ -3,10 +3,12 @@
 //!
 //! A binary of its own, with one test: the counter sees the whole process.
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
-use std::sync::atomic::{AtomicIsize, Ordering};
+mod counting;
 
+use std::cell::Cell;
+use std::sync::atomic::Ordering;
+
+use counting::{LIVE, PEAK};
 use half::bf16;
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -18,35 +20,6 @@ use sonicmoe::routing::rounding::scores::{self, KeptScores};
 use sonicmoe::routing::rounding::{Rounded, Rule, TokenRounding};
 use sonicmoe::sonic::cpu::CpuEngine;
 use sonicmoe::{Element, Engine, Gating, Problem, Record};
-
-/// Counts bytes that are live, and the most that ever were.
-struct Counting;
-
-static LIVE: AtomicIsize = AtomicIsize::new(0);
-static PEAK: AtomicIsize = AtomicIsize::new(0);
-
-fn count(bytes: isize) {
-    let live = LIVE.fetch_add(bytes, Ordering::Relaxed) + bytes;
-    PEAK.fetch_max(live, Ordering::Relaxed);
-}
-
-// SAFETY: every call is handed to the system allocator unchanged; counting allocates nothing.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        count(layout.size() as isize);
-        // SAFETY: the caller's promises are those that `System` asks for.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
-        count(-(layout.size() as isize));
-        // SAFETY: as above.
-        unsafe { System.dealloc(memory, layout) }
-    }
-}
-
-#[global_allocator]
-static COUNTING: Counting = Counting;
 
 /// Live bytes between forward and backward beyond those before, the ledger's words on them, and the
 /// peak of the whole pass.

@@ -8,6 +8,7 @@ use super::trial::{Judged, Trial};
 use crate::dump::{Dump, Source};
 use crate::engine::{Output, RoundingModel};
 use crate::error::Error;
+use crate::oracle::statistic::LIMIT;
 use crate::oracle::{Judgement, Verdict, Worst};
 use crate::problem::Gating;
 use crate::report::{Align, Table, count, number};
@@ -137,6 +138,7 @@ pub(super) fn routing(dump: &Dump, trial: &Trial) -> Vec<String> {
         lines.push(format!("{} tokens are not sent to the exact top-K of these logits", chosen.departing));
     }
     lines.extend(trial.counts.iter().map(|held| format!("counts: {held}")));
+    lines.extend(dump.notes.iter().map(|note| format!("note: {note}")));
     if dump.mixed {
         lines.push(format!("the tensors have several types; bounds are those of the coarsest, {}", dump.storage));
     }
@@ -215,9 +217,16 @@ fn remarks(dump: &Dump, trial: &Trial) -> Vec<String> {
             let (skipped, elements) = (count(*skipped as u64), count(*elements as u64));
             lines.push(format!("{output}: {skipped} of {elements} elements not judged, beyond the range of the type"));
         }
+        if let Some(ratio) = judged.twin {
+            let deviations = number(ratio * LIMIT);
+            lines.push(format!(
+                "{output}: its bound alone could not have failed; the largest error is {deviations} standard \
+                 deviations of a correct run on random data, of {LIMIT} allowed"
+            ));
+        }
     }
-    if let Some(repetition) = &trial.dependent {
-        lines.push(format!("bias was not judged: {repetition}, so errors are not independent"));
+    if let Some(reason) = &trial.dependent {
+        lines.push(format!("bias was not judged: {reason}"));
     }
     if !dump.missing.is_empty() {
         let names: Vec<&str> = dump.missing.iter().map(|output| output.name()).collect();

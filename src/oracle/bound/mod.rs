@@ -33,6 +33,7 @@ use std::collections::BTreeMap;
 
 pub(crate) use model::Model;
 pub use shared::layer_beside;
+pub(crate) use shared::propagate_beside;
 
 use crate::engine::{Numerics, Output, RoundingModel};
 use crate::error::{Error, Result};

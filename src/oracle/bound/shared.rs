@@ -32,6 +32,17 @@ pub fn layer_beside(
     routing: &Routing,
     numerics: &Numerics,
 ) -> Result<BTreeMap<Output, Bounded>> {
+    propagate_beside(problem, shared, routing, numerics, Measure::Worst)
+}
+
+/// Balls of every result of both layers, radii joined by `measure`.
+pub(crate) fn propagate_beside(
+    problem: &Problem<'_, f64>,
+    shared: &Problem<'_, f64>,
+    routing: &Routing,
+    numerics: &Numerics,
+    measure: Measure,
+) -> Result<BTreeMap<Output, Bounded>> {
     let every_token = match shared.gating() {
         Gating::Given { routing, .. } if routing.routed() == shared.t() && shared.e() == 1 => routing,
         _ => return Err(Error::size("the experts of a shared layer", shared.e(), "one is given every token")),
@@ -39,8 +50,8 @@ pub fn layer_beside(
     if shared.x().dim() != problem.x().dim() {
         return Err(Error::shape("x of the shared expert", problem.x().shape(), shared.x().shape(), "x of the layer"));
     }
-    let model = Model::new(problem, routing, numerics, Measure::Worst);
-    let beside = Model::new(shared, every_token, numerics, Measure::Worst);
+    let model = Model::new(problem, routing, numerics, measure);
+    let beside = Model::new(shared, every_token, numerics, measure);
     let Parts { mut bounds, o, dx_of_experts, dx_of_router } = parts(&model)?;
     let of_shared = parts(&beside)?;
     let arithmetic = &model.arithmetic;

@@ -121,11 +121,9 @@ fn swapped<S: Element>(problem: &Problem<'_, S>) -> Problem<'static, S> {
         problem.w2().to_owned(),
         None::<Biases<S>>,
         match problem.gating() {
-            sonicmoe::Gating::Router(router) => sonicmoe::Gating::Router(sonicmoe::problem::Router {
-                w: router.w.to_owned().into_owned().into(),
-                b: None,
-                ..*router
-            }),
+            sonicmoe::Gating::Router(router) => {
+                sonicmoe::Gating::Router(sonicmoe::problem::Router { b: None, ..router.map(|value| value) })
+            }
             sonicmoe::Gating::Given { .. } => unreachable!("the case has a router"),
         },
         Activation::SwiGlu,

@@ -49,7 +49,7 @@ fn with(problem: &Problem<'_, f64>, gating: Gating<'static, f64>, scale: f64) ->
     .unwrap()
 }
 
-fn router<'d>(dump: &'d Dump) -> &'d Router<'static, f64> {
+fn router(dump: &Dump) -> &Router<'static, f64> {
     let Gating::Router(router) = dump.problem.gating() else { panic!("the layer has a router") };
     router
 }
@@ -187,7 +187,8 @@ fn a_clamping_run_of_gpt_oss_passes_and_without_a_clamp_it_fails() {
     assert_eq!(code, 0, "{said}");
 
     let scores = matrix_of_scores(&results);
-    let clamps: [fn(f64, f64) -> (f64, f64); 3] =
+    type Clamp = fn(f64, f64) -> (f64, f64);
+    let clamps: [Clamp; 3] =
         [|gate, up| (gate, up), |gate, up| (gate, up.clamp(-7.0, 7.0)), |gate, up| (gate.min(7.0), up)];
     let mut clamped = 0;
     for (which, clamp) in clamps.into_iter().enumerate() {
