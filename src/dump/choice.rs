@@ -106,7 +106,9 @@ impl Dump {
             match rule.optimal(values, error) {
                 Some(sets) if sets.len() > 1 => {
                     choice.ambiguous += 1;
-                    if alternatives.len() + sets.len() <= CHOICES {
+                    // Their layer takes memory as the file's own does, by the number of its tokens.
+                    let most = CHOICES.min(4 * self.problem.t() + CHOICES_OF_A_TOKEN);
+                    if alternatives.len() + sets.len() <= most {
                         alternatives.extend(sets.into_iter().map(|set| (token, set)));
                     } else {
                         choice.untried += 1;
