@@ -18,7 +18,7 @@ use crate::layout::GateLayout;
 use crate::oracle::judge::compare;
 use crate::oracle::{Bounded, bound};
 use crate::problem::{Biases, Gating, Problem, Router};
-use crate::routing::{Convention, Routing};
+use crate::routing::{Convention, Routing, grouped_top_k};
 use crate::shape::{ExpertId, TokenId};
 
 /// Tokens looked at: a few for every reading, more for the readings that are nearest by those.
@@ -251,9 +251,14 @@ impl File {
         };
         let x = whole.x().select(Axis(0), tokens);
         let (gating, routing) = match (whole.gating(), reading.router) {
-            (Gating::Router(Router { w, b, .. }), GatingKind::Router(convention)) => {
+            (Gating::Router(Router { w, b, selection_bias, .. }), GatingKind::Router(convention)) => {
                 let k = reading.k.unwrap_or(1);
-                let router = Router { w: w.view().into(), b: b.as_ref().map(|b| b.view().into()), k, convention };
+                let selection_bias = match convention {
+                    Convention::GroupedSigmoid(_) => selection_bias.as_ref().map(|bias| bias.view().into()),
+                    _ => None,
+                };
+                let b = b.as_ref().map(|b| b.view().into());
+                let router = Router { w: w.view().into(), b, k, convention, selection_bias };
                 let routing = self.choice(&x, &router, tokens)?;
                 (Gating::Router(router), routing)
             }
@@ -284,13 +289,21 @@ impl File {
         if let Some(b) = &router.b {
             logits += b;
         }
+        if let Some(stored) = &self.dump.logits {
+            logits = stored.select(Axis(0), tokens);
+        }
+        let grouped = match &router.convention {
+            Convention::GroupedSigmoid(groups) => {
+                let bias = router.selection_bias.as_ref().map(|bias| bias.view());
+                Some(grouped_top_k(logits.view(), bias, router.k, groups)?)
+            }
+            _ => None,
+        };
         for (row, &token) in tokens.iter().enumerate() {
-            let experts = match self.dump.experts_of(token) {
-                Some(experts) if experts.len() == router.k => experts,
-                _ => {
-                    let logits = self.dump.logits.as_ref().map_or(logits.row(row), |logits| logits.row(token));
-                    super::choice::ranking(logits).into_iter().take(router.k).collect()
-                }
+            let experts = match (self.dump.experts_of(token), &grouped) {
+                (Some(experts), _) if experts.len() == router.k => experts,
+                (_, Some(choice)) => choice.ids().row(row).iter().map(|expert| expert.index()).collect(),
+                _ => super::choice::ranking(logits.row(row)).into_iter().take(router.k).collect(),
             };
             pairs.extend(experts.into_iter().map(|expert| (TokenId(row as u32), ExpertId(expert as u32))));
         }

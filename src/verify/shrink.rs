@@ -240,7 +240,7 @@ impl<S: Element> Values<S> {
             _ => None,
         };
         let gating = match like.gating() {
-            Gating::Router(Router { w, b, k, convention }) => Gating::Router(Router {
+            Gating::Router(Router { w, b, k, convention, selection_bias }) => Gating::Router(Router {
                 w: shaped(router_w, w.raw_dim())?,
                 b: match b {
                     Some(b) => Some(shaped(router_b, b.raw_dim())?),
@@ -248,6 +248,7 @@ impl<S: Element> Values<S> {
                 },
                 k: *k,
                 convention: *convention,
+                selection_bias: selection_bias.as_ref().map(|bias| bias.to_owned().into()),
             }),
             Gating::Given { routing, .. } => Gating::Given { routing: routing.clone(), scores: self.scores.clone() },
         };
