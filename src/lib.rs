@@ -23,7 +23,8 @@
 //! 3. **Memory is exact.** [`oracle::memory`] and an allocator that counts.
 //! 4. **Routing is certified** without calling the code that made it: [`routing::certificate`],
 //!    [`routing::rounding::certificate`].
-//! 5. **The checks could have failed.** Every judgement states its floor, the smallest uniform
+//! 5. **Where sums are exact, so is every bit**, whatever the order of summation: [`oracle::exact`].
+//! 6. **The checks could have failed.** Every judgement states its floor, the smallest uniform
 //!    relative error that it would have seen; [`mod@score`] plants bugs ([`mod@mutant`]) and lists who notices.
 //!
 //! # How to read the crate
@@ -59,6 +60,9 @@
 //! }
 //! # Ok::<(), sonicmoe::Error>(())
 //! ```
+//!
+//! [`verify::suite()`] feeds it to everything there is: edge cases, the exact regime, laws, the museum of
+//! public bugs. [`verify::FunctionEngine`] makes an engine of one function.
 //!
 //! # A map for auditors
 //!
