@@ -20,7 +20,8 @@ Examples:
 
 A case is form/T,d,n,E,K/activation[+biases]/routing/scale/seed/engine/section:subject. Routing is a
 router with its load (uniform, biased, zipf, without.0.5), given (K random experts per token) or
-counts (tokens of every expert). Engines: cpu-bf16, cpu-f16, cpu-f32, cpu-f64, cuda-bf16. Sections:
+counts (tokens of every expert). Engines: cpu-bf16, cpu-f16, cpu-f32, cpu-f64, cuda-bf16, or one of
+the CPU with a planted bug, such as cpu-bf16+SignInO. Sections:
 agreement, kernel, layer, exact_regime, laws, exact; or the exhibit of a museum.
 
 Exit codes: 0 it passes, 1 it fails, 2 no such case, 4 the oracle has nothing to judge in it, or the
@@ -36,8 +37,8 @@ pub struct ReplayArgs {
 /// The result and the oracle that it fails before stay the same.
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "\
-Example:
-  sonicmoe shrink --write small.safetensors CASE    CASE as a failure of `verify` prints it
+Example, with a planted bug:
+  sonicmoe shrink --write small.safetensors 1/65,33,24,7,3/swiglu/given/unit/5/cpu-bf16+SignInO/layer:o
 
 Exit codes: 1 a smaller failing case was found, or this is the smallest; 2 no such case, or one that
 does not fail; 4 the device is missing.")]

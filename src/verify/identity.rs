@@ -10,6 +10,7 @@ use crate::case::{Case, Load, Pairing, Scale, museum};
 use crate::element::{DType, Element};
 use crate::engine::{Engine, Results};
 use crate::error::{Error, Result};
+use crate::mutant::Mutant;
 use crate::problem::Problem;
 use crate::routing::Convention;
 use crate::shape::Shape;
@@ -24,6 +25,8 @@ const VERSION: &str = "1";
 pub enum EngineName {
     /// SonicMoE on the CPU with this storage type and f32 sums (f64 beside f64): `cpu-bf16`.
     Cpu(DType),
+    /// The same with a planted bug: `cpu-bf16+GateUpSwapped`. (The names that tables show have spaces.)
+    Mutant(DType, Mutant),
     /// SonicMoE on a Hopper GPU, bf16: `cuda-bf16`.
     Cuda,
 }
@@ -46,15 +49,19 @@ impl EngineName {
     /// # Errors
     /// A device that is not there, or what `task` returns.
     pub fn run<T: Task>(self, task: T) -> Result<T::Outcome> {
-        match self {
-            Self::Cpu(DType::F64) => task.with::<f64>(&CpuEngine::<f64>::new()),
-            Self::Cpu(DType::F32) => task.with::<f32>(&CpuEngine::<f32>::new()),
-            Self::Cpu(DType::BF16) => task.with::<bf16>(&CpuEngine::<f32>::new()),
-            Self::Cpu(DType::F16) => task.with::<f16>(&CpuEngine::<f32>::new()),
+        let (dtype, mutant) = match self {
+            Self::Cpu(dtype) => (dtype, None),
+            Self::Mutant(dtype, mutant) => (dtype, Some(mutant)),
             Self::Cuda => {
                 let engine = GpuEngine::open().map_err(|absence| Error::device(absence.to_string()))?;
-                task.with::<bf16>(&engine)
+                return task.with::<bf16>(&engine);
             }
+        };
+        match dtype {
+            DType::F64 => task.with::<f64>(&CpuEngine::<f64>::with_mutant(mutant)),
+            DType::F32 => task.with::<f32>(&CpuEngine::<f32>::with_mutant(mutant)),
+            DType::BF16 => task.with::<bf16>(&CpuEngine::<f32>::with_mutant(mutant)),
+            DType::F16 => task.with::<f16>(&CpuEngine::<f32>::with_mutant(mutant)),
         }
     }
 }
@@ -63,6 +70,7 @@ impl fmt::Display for EngineName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Cpu(dtype) => write!(f, "cpu-{dtype}"),
+            Self::Mutant(dtype, mutant) => write!(f, "cpu-{dtype}+{mutant:?}"),
             Self::Cuda => write!(f, "cuda-bf16"),
         }
     }
@@ -72,6 +80,15 @@ impl FromStr for EngineName {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
+        if let Some((sound, mutant)) = text.split_once('+')
+            && let Ok(Self::Cpu(dtype)) = sound.parse()
+        {
+            let known = Mutant::ALL.iter().find(|known| format!("{known:?}") == mutant);
+            return known.map(|known| Self::Mutant(dtype, *known)).ok_or_else(|| {
+                let names: Vec<String> = Mutant::ALL.iter().map(|known| format!("{known:?}")).collect();
+                Error::unknown("mutant", mutant, names.iter().map(String::as_str))
+            });
+        }
         let known = DType::ALL.map(Self::Cpu).into_iter().chain([Self::Cuda]);
         known.clone().find(|engine| engine.to_string() == text).ok_or_else(|| {
             let names: Vec<String> = known.map(|engine| engine.to_string()).collect();

@@ -1,21 +1,27 @@
 //! A failing case has a name that repeats it, and becomes small without becoming another.
 
 use std::borrow::Cow;
+use std::path::Path;
 
 use half::bf16;
 use ndarray::ArrayView2;
 use sonicmoe::case::Case;
 use sonicmoe::case::campaign::{Fixed, case};
 use sonicmoe::case::strategy::Limits;
-use sonicmoe::engine::{Forward, Numerics};
+use sonicmoe::cli::check::{CheckArgs, check_file};
+use sonicmoe::engine::{Forward, Numerics, Output};
+use sonicmoe::mutant::Mutant;
+use sonicmoe::oracle::Verdict;
 use sonicmoe::routing::Routing;
 use sonicmoe::sonic::cpu::CpuEngine;
 use sonicmoe::verify::{
-    Campaign, CaseId, EngineName, Findings, Oracle, Section, Shard, Subject, campaign, shrink_case, shrink_values,
+    Campaign, CaseId, EngineName, Findings, Oracle, Section, Shard, Subject, campaign, shrink, shrink_case,
+    shrink_values,
 };
-use sonicmoe::{DType, Engine, Problem, Record, Result};
+use sonicmoe::{DType, Engine, Problem, Record, Result, Shape};
 
-const ENGINES: [EngineName; 5] = [
+const ENGINES: [EngineName; 6] = [
+    EngineName::Mutant(DType::BF16, Mutant::ScoresOff),
     EngineName::Cpu(DType::F64),
     EngineName::Cpu(DType::F32),
     EngineName::Cpu(DType::BF16),
@@ -141,6 +147,35 @@ fn the_smallest_case_that_meets_a_fault_has_just_the_sizes_that_it_needs() {
 }
 
 #[test]
+fn a_planted_bug_fails_again_by_its_name_and_shrinks_to_a_dump_that_fails() {
+    let text = "1/40,33,24,5,2/swiglu+biases/given/unit/5/cpu-bf16+B2Unweighted/layer:o";
+    let id: CaseId = text.parse().unwrap();
+    assert!(id.replay().unwrap().fails());
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("shrunk.safetensors");
+    let small = shrink(&id, Some(&path)).unwrap();
+    // One less of anything, and it is no longer seen.
+    let Shape { t, d, n, .. } = small.id.case.shape;
+    assert!(t * d * n < 40 * 33 * 24, "{}", small.id);
+    for shape in [
+        Shape { t: t - 1, ..small.id.case.shape },
+        Shape { d: d - 1, ..small.id.case.shape },
+        Shape { n: n - 1, ..small.id.case.shape },
+    ] {
+        if shape.t > 0 && shape.d > 0 && shape.n > 0 {
+            let less = CaseId { case: Case { shape, ..small.id.case.clone() }, ..small.id.clone() };
+            assert!(!less.replay().unwrap().fails(), "{less}");
+        }
+    }
+    assert!(small.id.case.biases && small.id.replay().unwrap().fails());
+    assert!(small.nonzeros[1] < small.nonzeros[0] && !small.explanation.is_empty());
+    let only = CheckArgs { only: vec![Output::O], ..CheckArgs::default() };
+    assert_eq!(check_file(&path, &only).unwrap().verdict, Verdict::NumericFailure);
+    let sound = text.replace("+B2Unweighted", "");
+    assert!(shrink(&sound.parse().unwrap(), None).unwrap_err().to_string().contains("does not fail"));
+    assert!(text.replace("B2Unweighted", "B2Forgotten").parse::<CaseId>().is_err());
+}
+
+#[test]
 fn an_exhibit_of_the_museum_is_replayed_by_its_name() {
     let id: CaseId = "1/museum:column-tail/cpu-bf16".parse().unwrap();
     assert_eq!(id, CaseId::of_exhibit("column-tail", EngineName::Cpu(DType::BF16)).unwrap());
@@ -148,7 +183,7 @@ fn an_exhibit_of_the_museum_is_replayed_by_its_name() {
     let replay = id.replay().unwrap();
     assert!(!replay.fails() && replay.finding.unwrap().judged > 1000);
     assert!("1/museum:dinosaur/cpu-bf16".parse::<CaseId>().is_err());
-    assert!(sonicmoe::verify::shrink(&id, None).is_err());
+    assert!(shrink(&id, None).is_err());
 }
 
 #[test]

@@ -125,6 +125,7 @@ fn result(judged: &Judged) -> Value {
         }),
     );
     object.insert("clusters".into(), clusters.iter().map(|cluster| Value::from(cluster.to_string())).collect());
+    object.insert("biased".into(), judged.biased.iter().map(|bias| Value::from(bias.as_str())).collect());
     object.insert("impostors".into(), judged.impostors.iter().map(|name| Value::from(*name)).collect());
     Value::Object(object)
 }
