@@ -141,7 +141,9 @@ mod tests {
 
     #[test]
     fn a_flat_index_of_32_bits_is_found_too_small_where_it_is() {
-        assert_eq!(too_large("1048576,8,256,8,8", 1 << 23, IndexType::I32), ["h", "dh", "a", "a_prime"]);
+        // a has 2³¹ elements, and the last of them the index 2³¹ − 1.
+        assert_eq!(too_large("1048576,8,256,8,8", 1 << 23, IndexType::I32), ["h", "dh"]);
+        assert_eq!(too_large("1048576,8,256,8,8", (1 << 23) + 1, IndexType::I32), ["h", "dh", "a", "a_prime"]);
     }
 
     #[test]

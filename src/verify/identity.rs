@@ -248,7 +248,8 @@ fn pairing_of(text: &str) -> Option<Pairing> {
     if let Some(counts) = text.strip_prefix("counts") {
         return numbers(counts).map(Pairing::Counts);
     }
-    let (convention, load) = text.split_once(',')?;
+    // A convention may have commas of its own, a load has none.
+    let (convention, load) = text.rsplit_once(',')?;
     let convention: Convention = convention.parse().ok()?;
     let load = match load {
         "uniform" => Load::Uniform,

@@ -50,7 +50,7 @@ impl FromStr for Shard {
         let read = || {
             let (part, parts) = text.split_once('/')?;
             let (part, parts): (u64, u64) = (part.parse().ok()?, parts.parse().ok()?);
-            (1..=parts).contains(&part).then_some(Self { part: part - 1, parts })
+            (1..=parts).contains(&part).then(|| Self { part: part - 1, parts })
         };
         read().ok_or_else(|| Error::parse("shard", text, "write I/N with 1 ≤ I ≤ N, for example 3/8"))
     }

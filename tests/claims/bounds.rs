@@ -246,7 +246,9 @@ proptest! {
             let sum = &of_layer[&output].values + &of_shared[&output].values;
             let judgement = judged(output, sum.mapv(|value| numerics.storage.round(value)));
             prop_assert!(judgement.passes(), "{judgement}");
-            if problem.t() > 0 {
+            // What it adds is missing then, and the rest may err by the bound the other way.
+            let added = of_shared[&output].values.iter().zip(&bounds[&output].bound);
+            if added.into_iter().any(|(added, bound)| added.abs() > 2.0 * bound) {
                 let without = judged(output, of_layer[&output].values.clone());
                 prop_assert!(!without.passes(), "{output} passes without the shared expert");
             }

@@ -54,7 +54,7 @@ fn the_name_of_any_case_is_read_back_as_that_case() {
         let text = id.to_string();
         assert_eq!(text.parse::<CaseId>().unwrap(), id, "{text}");
         // It can be copied into a shell as it is.
-        let plain = |character: char| character.is_ascii_alphanumeric() || "/,.+-_:".contains(character);
+        let plain = |character: char| character.is_ascii_alphanumeric() || "/,.+-_:=".contains(character);
         assert!(text.chars().all(plain), "{text}");
     }
 }

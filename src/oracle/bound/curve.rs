@@ -271,7 +271,9 @@ impl Arithmetic {
         if roundings == 0.0 {
             return ball;
         }
-        let own = SECOND_ORDER * self.accumulate.unit * roundings + self.function_underflow * weight;
+        // A product of the evaluation may underflow itself, the argument's half and cube among them.
+        let products = 4.0 * self.accumulate.underflow;
+        let own = SECOND_ORDER * self.accumulate.unit * roundings + self.function_underflow * weight + products;
         Ball { rad: self.join(ball.rad, self.spread(own)), ..ball }
     }
 }

@@ -2,7 +2,7 @@
 
 use half::bf16;
 use ndarray::{Array2, Axis};
-use sonicmoe::case::{Case, Scale};
+use sonicmoe::case::{Case, Pairing, Scale};
 use sonicmoe::dump::{Metadata, write};
 use sonicmoe::engine::{Outcome, Output, RoundingModel};
 use sonicmoe::oracle::Verdict;
@@ -13,9 +13,11 @@ use sonicmoe::{Record, run};
 use super::edit::{File, save};
 use super::{REAL, check};
 
-/// A layer at scale 0.02, as SonicMoE's own test has it.
+/// A layer at scale 0.02, as SonicMoE's own test has it. (Behind a router the scores' shared roundings hide
+/// a gate and up swapped in dw1 and dw2 there, and `check` says so: vacuous.)
 fn small() -> Problem<'static, bf16> {
-    Case::new("256,32,64,6,2".parse().unwrap()).with_scale(Scale::Small).with_seed(3).problem().unwrap()
+    let case = Case::new("512,32,128,6,2".parse().unwrap()).with_pairing(Pairing::TopK);
+    case.with_scale(Scale::Small).with_seed(3).problem().unwrap()
 }
 
 fn cpu(problem: &Problem<'_, bf16>) -> Outcome {
