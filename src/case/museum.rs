@@ -35,7 +35,7 @@ pub enum Answer {
 pub struct Exhibit {
     /// Its name on the command line.
     pub name: &'static str,
-    /// A report of this class, below https://github.com/.
+    /// A report of this class, below `https://github.com/`.
     pub report: &'static str,
     /// What it exposes.
     pub exposes: &'static str,

@@ -51,7 +51,7 @@ pub fn write<S: Element>(
 
 /// Writes what goes into a layer and nothing that comes out: a router's choice is an answer too.
 ///
-/// `metadata` as for [`write`].
+/// `metadata` as for [`write`](write()).
 ///
 /// # Errors
 /// A file that cannot be written.

@@ -26,7 +26,7 @@
 //! besides u·σ_i, what the squares of the random errors can shift their mean by.
 //!
 //! So z = (|⟨c − r, w⟩| − S) / D is at most λ = 6 for a correct engine. What is derived: S, and D for
-//! blocks as [`Sharing`] lists them. What is assumed, as by the statistical twin: roundings of different
+//! blocks as `Sharing` lists them. What is assumed, as by the statistical twin: roundings of different
 //! numbers are independent and of mean 0. That holds for **random data** and not, for example, where
 //! all tokens are identical; then this module rejects correct engines, so it stands beside the bounds.
 
