@@ -330,8 +330,9 @@ fn the_worst_ratio_of_the_cpu_path_in_ten_thousand_problems_is_below_one() {
         })
         .unwrap();
     println!("worst ratio of {cases} problems\n\n| result | bf16 | f16 | f32 |\n| --- | --- | --- | --- |");
-    for output in Output::RESULTS {
-        let ratios = worst.borrow().each_ref().map(|worst| format!("{:.3}", worst[&output]));
+    let worst = worst.into_inner();
+    for output in Output::RESULTS.into_iter().filter(|output| worst[0].contains_key(output)) {
+        let ratios = worst.each_ref().map(|worst| format!("{:.3}", worst.get(&output).copied().unwrap_or_default()));
         println!("| {output} | {} |", ratios.join(" | "));
     }
 }
