@@ -11,12 +11,11 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use crate::activation::Activation;
+use crate::cli::conventions::Conventions;
 use crate::cli::{Console, Progress, written};
-use crate::dump::{Dump, GatingKind, Model, Overrides};
+use crate::dump::{Dump, Model};
 use crate::engine::{Numerics, Output};
 use crate::error::{Error, Result};
-use crate::layout::GateLayout;
 use crate::oracle::Verdict;
 use crate::report;
 use crate::routing::Routing;
@@ -34,20 +33,9 @@ pub struct CheckArgs {
     /// safetensors or .npz files, or directories of .npy files, one run each
     #[arg(required_unless_present = "json_schema", value_name = "FILE")]
     pub files: Vec<PathBuf>,
-    /// How scores follow from the logits: softmax_over_topk, topk_over_softmax,
-    /// topk_over_softmax_renormalized, given, or grouped_sigmoid:groups=4,kept=2,renormalized=true,factor=2.5
-    #[arg(long, value_name = "CONVENTION")]
-    pub router: Option<GatingKind>,
-    /// Where gate and up stand in w1: interleaved_gate_first, concatenated_gate_first or
-    /// concatenated_up_first
-    #[arg(long, value_name = "ORDER")]
-    pub layout: Option<GateLayout>,
-    /// swiglu, geglu, geglu_tanh, reglu, gpt_oss, silu, gelu, gelu_tanh, relu or relu_squared
-    #[arg(long, value_name = "NAME")]
-    pub activation: Option<Activation>,
-    /// Experts per token
-    #[arg(long, value_name = "K")]
-    pub k: Option<usize>,
+    /// What the file leaves unsaid, or says wrong.
+    #[command(flatten)]
+    pub conventions: Conventions,
     /// Judge under this model only: fused, fused_tensor_router or eager. Without it they are tried
     /// in this order, up to the one that the file declares, and the report says which was needed
     #[arg(long, value_name = "MODEL")]
@@ -55,9 +43,6 @@ pub struct CheckArgs {
     /// How far exp and the like may err, in last places of the accumulator
     #[arg(long, value_name = "ULPS")]
     pub function_ulps: Option<f64>,
-    /// The file's name for one of our tensors, for example x=hidden_states; may be repeated
-    #[arg(long, value_name = "OURS=THEIRS", value_parser = name_pair)]
-    pub map: Vec<(String, String)>,
     /// Judge only this result, for example dx; may be repeated
     #[arg(long, value_name = "RESULT", value_parser = output)]
     pub only: Vec<Output>,
@@ -120,13 +105,6 @@ Exit codes: 0 pass, 1 a number is wrong, 2 bad input or malformed file, 3 vacuou
 not have failed), 4 something required is missing, 5 a fault of this program. The worst by the order
 5, 2, 1, 3, 4, 0 wins.";
 
-pub(super) fn name_pair(text: &str) -> std::result::Result<(String, String), String> {
-    match text.split_once('=') {
-        Some((ours, theirs)) if !ours.is_empty() && !theirs.is_empty() => Ok((ours.into(), theirs.into())),
-        _ => Err("write OURS=THEIRS, for example x=hidden_states".into()),
-    }
-}
-
 fn output(text: &str) -> Result<Output> {
     let mut all = Output::RESULTS.into_iter().chain(Output::INTERMEDIATES);
     all.find(|output| output.name() == text).ok_or_else(|| {
@@ -135,16 +113,6 @@ fn output(text: &str) -> Result<Output> {
 }
 
 impl CheckArgs {
-    fn overrides(&self) -> Overrides {
-        Overrides {
-            router: self.router,
-            layout: self.layout,
-            activation: self.activation,
-            k: self.k,
-            names: self.map.iter().cloned().collect(),
-        }
-    }
-
     fn judges(&self, output: Output) -> bool {
         self.only.is_empty() || self.only.contains(&output)
     }
@@ -253,7 +221,7 @@ pub fn check_file(path: &Path, args: &CheckArgs) -> Result<Checked> {
 
 fn judge_file(path: &Path, args: &CheckArgs, progress: &Progress) -> Result<Checked> {
     progress.step("reading");
-    let mut dump = Dump::read(path, &args.overrides())?;
+    let mut dump = Dump::read(path, &args.conventions.overrides())?;
     if let Some(ulps) = args.function_ulps {
         dump.function_ulps = ulps;
     }

@@ -7,12 +7,11 @@ use std::path::PathBuf;
 use clap::Args;
 use serde_json::{Value, json};
 
-use crate::activation::Activation;
 use crate::cli::check::{CheckArgs, Checked, check_file};
+use crate::cli::conventions::Conventions;
 use crate::cli::written;
-use crate::dump::{GatingKind, Model};
+use crate::dump::Model;
 use crate::error::Result;
-use crate::layout::GateLayout;
 use crate::oracle::Verdict;
 use crate::report::number;
 use crate::score::explain::{Cause, Fault, explain};
@@ -33,18 +32,9 @@ pub struct ExplainArgs {
     /// A safetensors file, as for check
     #[arg(value_name = "FILE")]
     pub file: PathBuf,
-    /// As for check
-    #[arg(long, value_name = "CONVENTION")]
-    pub router: Option<GatingKind>,
-    /// As for check
-    #[arg(long, value_name = "ORDER")]
-    pub layout: Option<GateLayout>,
-    /// As for check
-    #[arg(long, value_name = "NAME")]
-    pub activation: Option<Activation>,
-    /// As for check
-    #[arg(long, value_name = "K")]
-    pub k: Option<usize>,
+    /// What the file leaves unsaid, or says wrong.
+    #[command(flatten)]
+    pub conventions: Conventions,
     /// As for check
     #[arg(long, value_name = "MODEL")]
     pub rounding_model: Option<Model>,
@@ -67,8 +57,8 @@ pub struct Explained {
 /// # Errors
 /// As [`check_file`].
 pub fn explain_file(args: &ExplainArgs) -> Result<Explained> {
-    let ExplainArgs { file, router, layout, activation, k, rounding_model, json: _ } = args.clone();
-    let check = CheckArgs { router, layout, activation, k, rounding_model, ..CheckArgs::default() };
+    let ExplainArgs { file, conventions, rounding_model, json: _ } = args.clone();
+    let check = CheckArgs { conventions, rounding_model, ..CheckArgs::default() };
     let checked = check_file(&file, &check)?;
     let causes = match checked.verdict {
         Verdict::NumericFailure => {

@@ -8,8 +8,9 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use crate::activation::Activation;
+use crate::cli::conventions::Conventions;
 use crate::cli::{Console, Progress, written};
-use crate::dump::{self, Candidate, GatingKind, Metadata, Overrides, Reading};
+use crate::dump::{self, Candidate, GatingKind, Metadata, Reading};
 use crate::error::Result;
 use crate::layout::GateLayout;
 use crate::oracle::Verdict;
@@ -29,26 +30,17 @@ Columns: `o` and `dx` are the median over tokens of the relative error, |file - 
 |computed|. `fits` says whether most tokens are within what an eager engine of the file's types
 cannot exceed. Combinations in one line are one function on this file.
 
+A convention given as a flag is the only one tried. Without --k the file's metadata or ids say K, or
+all up to 16 are tried.
+
 Exit codes: 0 the first line fits, 1 none does, 2 bad input, 4 o and dx or an input are missing.")]
 pub struct IdentifyArgs {
     /// A run, with inputs
     #[arg(value_name = "FILE")]
     pub file: PathBuf,
-    /// Try this routing only
-    #[arg(long, value_name = "CONVENTION")]
-    pub router: Option<GatingKind>,
-    /// Try this order of gate and up only
-    #[arg(long, value_name = "ORDER")]
-    pub layout: Option<GateLayout>,
-    /// Try this activation only
-    #[arg(long, value_name = "NAME")]
-    pub activation: Option<Activation>,
-    /// Experts per token; without it the file's metadata or ids say it, or all up to 16 are tried
-    #[arg(long, value_name = "K")]
-    pub k: Option<usize>,
-    /// The file's name for one of our tensors, for example x=hidden_states; may be repeated
-    #[arg(long, value_name = "OURS=THEIRS", value_parser = super::check::name_pair)]
-    pub map: Vec<(String, String)>,
+    /// What is said here is not tried otherwise.
+    #[command(flatten)]
+    pub conventions: Conventions,
     /// How many lines to print
     #[arg(long, default_value_t = 8)]
     pub top: usize,
@@ -62,13 +54,7 @@ pub struct IdentifyArgs {
 /// # Errors
 /// A file that cannot be read under any of them, or output that cannot be written.
 pub fn identify(args: &IdentifyArgs, console: &Console, out: &mut dyn Write) -> Result<Verdict> {
-    let known = Overrides {
-        router: args.router,
-        layout: args.layout,
-        activation: args.activation,
-        k: args.k,
-        names: args.map.iter().cloned().collect(),
-    };
+    let known = args.conventions.overrides();
     let progress = Progress::of_process(&args.file.display().to_string());
     let found = dump::identify(&args.file, &known, |reading| progress.step(&words(reading)));
     progress.finish();

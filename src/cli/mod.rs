@@ -4,6 +4,7 @@ pub mod bench;
 pub mod check;
 pub mod compare;
 mod console;
+pub mod conventions;
 pub mod doctor;
 pub mod dumper;
 pub mod explain;

@@ -3,14 +3,14 @@
 use super::REAL;
 use super::edit::{File, data};
 use sonicmoe::Mutant;
+use sonicmoe::cli::conventions::Conventions;
 use sonicmoe::cli::explain::{ExplainArgs, Explained, explain_file};
 use sonicmoe::oracle::Verdict;
 use sonicmoe::score::explain::Fault;
 
 fn explained(path: &std::path::Path) -> Explained {
     let file = path.to_owned();
-    let args =
-        ExplainArgs { file, router: None, layout: None, activation: None, k: None, rounding_model: None, json: false };
+    let args = ExplainArgs { file, conventions: Conventions::default(), rounding_model: None, json: false };
     explain_file(&args).unwrap()
 }
 
