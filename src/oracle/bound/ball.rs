@@ -27,6 +27,11 @@ pub(crate) struct Ball {
     pub(crate) rad: f64,
 }
 
+/// A radius, with ∞ for NaN.
+pub(crate) fn known(rad: f64) -> f64 {
+    if rad.is_nan() { f64::INFINITY } else { rad }
+}
+
 impl Ball {
     /// A number that engine and truth share.
     pub(crate) fn exact(mid: f64) -> Self {
@@ -180,7 +185,7 @@ impl Arithmetic {
             Measure::Deviation => (a.rad * b.mid).hypot(a.mid * b.rad).hypot(a.rad * b.rad),
         };
         // Unknown · 0 is unknown: ∞·0 is NaN in the engine as in `rad`.
-        Ball { mid: a.mid * b.mid, rad: if rad.is_nan() { f64::INFINITY } else { rad } }
+        Ball { mid: a.mid * b.mid, rad: known(rad) }
     }
 
     /// a·b, rounded in the accumulator.

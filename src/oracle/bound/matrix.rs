@@ -10,7 +10,7 @@ use ndarray::{
 };
 use rayon::prelude::*;
 
-use super::ball::{Arithmetic, Ball, Measure, Rounding};
+use super::ball::{Arithmetic, Ball, Measure, Rounding, known};
 use crate::oracle::judge::Bounded;
 use crate::routing::Routing;
 use crate::shape::{ExpertId, TokenId};
@@ -170,12 +170,12 @@ impl Arithmetic {
         // By each product of the engine and of the truth, and by γ times the sum.
         let underflow = (2 * terms + 1) as f64 * self.accumulate.underflow;
         let (gamma, scale) = (self.accumulate.gamma(terms), self.deviation_of_sum(terms).sqrt());
-        product.rad.mapv_inplace(|sum| match self.measure {
-            _ if sum.is_nan() => f64::INFINITY,
+        let radius = |sum: f64| match self.measure {
             Measure::Worst if sum > self.accumulate.largest => f64::INFINITY,
-            Measure::Worst => known(gamma * sum + underflow.min(sum)),
+            Measure::Worst => gamma * sum + underflow.min(sum),
             Measure::Deviation => sum.sqrt() + underflow.min(sum.sqrt() / scale),
-        });
+        };
+        product.rad.mapv_inplace(|sum| known(radius(sum)));
         product
     }
 
@@ -209,11 +209,6 @@ impl Arithmetic {
         });
         balls
     }
-}
-
-/// A radius, with ∞ for NaN: ∞·0 among the terms.
-fn known(rad: f64) -> f64 {
-    if rad.is_nan() { f64::INFINITY } else { rad }
 }
 
 /// N arrays by row of the given widths, computed expert by expert in parallel.
