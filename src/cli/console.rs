@@ -50,6 +50,15 @@ impl Progress {
         Self(bar)
     }
 
+    /// Counts `problems` if standard error is a terminal.
+    pub fn of_problems(problems: u64) -> Self {
+        if !std::io::stderr().is_terminal() {
+            return Self::hidden();
+        }
+        let style = ProgressStyle::with_template("{bar:40} {pos}/{len} problems, {eta} left");
+        Self(ProgressBar::new(problems).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar())))
+    }
+
     /// Shows nothing.
     pub fn hidden() -> Self {
         Self(ProgressBar::hidden())
@@ -58,6 +67,11 @@ impl Progress {
     /// The next step begins.
     pub fn step(&self, what: &str) {
         self.0.set_message(what.to_owned());
+    }
+
+    /// So many problems are done.
+    pub fn reach(&self, done: u64) {
+        self.0.set_position(done);
     }
 
     /// The work is done; its line goes away.

@@ -1,15 +1,14 @@
 //! `sonicmoe verify`: the main job on the command line.
 
-use std::io::{IsTerminal, Write};
+use std::io::Write;
 
 use clap::Args;
-use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 
 use crate::activation::Activation;
 use crate::case::Class;
 use crate::case::campaign::Fixed;
-use crate::cli::{complain, written};
+use crate::cli::{Progress, complain, written};
 use crate::element::DType;
 use crate::error::Result;
 use crate::oracle::Verdict;
@@ -102,16 +101,12 @@ pub fn verify(args: &VerifyArgs, out: &mut dyn Write) -> Result<Verdict> {
 }
 
 fn run_and_print(args: &VerifyArgs, plan: &Campaign, subject: Subject<'_>, out: &mut dyn Write) -> Result<Verdict> {
-    let bar = if std::io::stderr().is_terminal() && !args.json {
-        ProgressBar::new(plan.shard.of(plan.first, plan.cases)).with_style(
-            ProgressStyle::with_template("{bar:40} {pos}/{len} problems, {eta} left")
-                .unwrap_or_else(|_| ProgressStyle::default_bar()),
-        )
-    } else {
-        ProgressBar::hidden()
+    let progress = match args.json {
+        true => Progress::hidden(),
+        false => Progress::of_problems(plan.shard.of(plan.first, plan.cases)),
     };
-    let findings = campaign(plan, subject, |done| bar.set_position(done))?;
-    bar.finish_and_clear();
+    let findings = campaign(plan, subject, |done| progress.reach(done))?;
+    progress.finish();
     let engine = match subject {
         Subject::Cpu if plan.dtype == DType::F64 => "the CPU in f64".to_owned(),
         Subject::Cpu => format!("the CPU in {} with f32 sums", plan.dtype),

@@ -11,6 +11,7 @@
 //! | shared expert | | `shared_experts.{gate,up,down}_proj.weight` |
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::path::Path;
 
 use serde::Deserialize;
@@ -113,11 +114,11 @@ fn gpt_oss(container: &mut Container, path: &Path) -> Result<()> {
     rename(container, &GPT_OSS)?;
     container
         .note("names of a gpt-oss checkpoint; w1, w2 and their gradients are turned, and so are coordinates in them");
-    container.say("router", Convention::SoftmaxOverTopK);
-    container.say("activation", Activation::GptOss.name());
-    container.say("w1_layout", GateLayout::InterleavedGateFirst.name());
-    sizes(
+    say_all(
         container,
+        Convention::SoftmaxOverTopK,
+        Activation::GptOss,
+        GateLayout::InterleavedGateFirst,
         [config.hidden_size, config.intermediate_size, config.num_local_experts, config.num_experts_per_tok],
     );
     Ok(())
@@ -137,19 +138,17 @@ fn deepseek_v3(container: &mut Container, path: &Path) -> Result<()> {
             "the config has one; add param.shared_experts.{gate,up,down}_proj.weight",
         ));
     }
-    container.say(
-        "router",
-        GroupedSigmoid {
-            groups: config.n_group,
-            kept: config.topk_group,
-            renormalized: config.norm_topk_prob,
-            factor: config.routed_scaling_factor,
-        },
-    );
-    container.say("activation", Activation::SwiGlu.name());
-    container.say("w1_layout", GateLayout::ConcatenatedGateFirst.name());
-    sizes(
+    let router = GroupedSigmoid {
+        groups: config.n_group,
+        kept: config.topk_group,
+        renormalized: config.norm_topk_prob,
+        factor: config.routed_scaling_factor,
+    };
+    say_all(
         container,
+        router,
+        Activation::SwiGlu,
+        GateLayout::ConcatenatedGateFirst,
         [config.hidden_size, config.moe_intermediate_size, config.n_routed_experts, config.num_experts_per_tok],
     );
     Ok(())
@@ -170,7 +169,17 @@ fn rename(container: &mut Container, parameters: &[Parameter]) -> Result<()> {
     Ok(())
 }
 
-fn sizes(container: &mut Container, [d, n, e, k]: [usize; 4]) {
+/// The metadata of a dump, with d, n, E and K.
+fn say_all(
+    container: &mut Container,
+    router: impl fmt::Display,
+    activation: Activation,
+    layout: GateLayout,
+    [d, n, e, k]: [usize; 4],
+) {
+    container.say("router", router);
+    container.say("activation", activation.name());
+    container.say("w1_layout", layout.name());
     for (key, size) in [("d", d), ("n", n), ("E", e), ("K", k)] {
         container.say(key, size);
     }
