@@ -19,3 +19,4 @@ mod replayed;
 mod reports;
 mod routing;
 mod score;
+mod swapped;

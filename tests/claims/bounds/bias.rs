@@ -11,10 +11,12 @@ use sonicmoe::case::{Case, Scale};
 use sonicmoe::engine::{Numerics, Output, Results, Stored};
 use sonicmoe::oracle::bias::{Bias, Twin};
 use sonicmoe::oracle::{bound, judge};
-use sonicmoe::problem::{Biases, Problem};
+use sonicmoe::problem::Problem;
 use sonicmoe::routing::Routing;
 use sonicmoe::sonic::cpu::CpuEngine;
-use sonicmoe::{Activation, Element, Engine, Record, run};
+use sonicmoe::{Element, Engine, Record, run};
+
+use crate::swapped::with_gate_and_up_swapped;
 
 use super::{LIMITS, LIMITS_OF_ENGINES, UNIT, arithmetic, config, naive, problem_of};
 
@@ -112,41 +114,11 @@ fn made(scale: Scale) -> Made {
     Made { problem, results: outcome.results, twin, bounds }
 }
 
-/// The problem with gate and up rows of w1 swapped.
-fn swapped<S: Element>(problem: &Problem<'_, S>) -> Problem<'static, S> {
-    let order: Vec<usize> = (0..problem.h_width()).map(|row| row ^ 1).collect();
-    Problem::new(
-        problem.x().to_owned(),
-        problem.w1().select(Axis(1), &order),
-        problem.w2().to_owned(),
-        None::<Biases<S>>,
-        match problem.gating() {
-            sonicmoe::Gating::Router(router) => {
-                sonicmoe::Gating::Router(sonicmoe::problem::Router { b: None, ..router.map(|value| value) })
-            }
-            sonicmoe::Gating::Given { .. } => unreachable!("the case has a router"),
-        },
-        Activation::SwiGlu,
-        problem.dout().to_owned(),
-    )
-    .unwrap()
-}
-
-/// What a layer with gate and up swapped gives; the rows of dw1 stand where the right layer has them.
-fn of_swapped<S: Element>(engine: &dyn Engine<S>, problem: &Problem<'_, S>) -> Results {
-    let problem = swapped(problem);
-    let mut results = run(engine, &problem, Record::Results).unwrap().results;
-    let order: Vec<usize> = (0..problem.h_width()).map(|row| row ^ 1).collect();
-    let dw1 = results.get_mut(&Output::Dw1).unwrap();
-    dw1.values = dw1.values.select(Axis(1), &order).as_standard_layout().into_owned();
-    results
-}
-
 #[test]
 fn a_gate_swapped_at_scale_0_02_is_inside_every_bound_and_far_beyond_the_directed_limit() {
     let Made { problem, results, twin, bounds } = made(Scale::Small);
-    let faulty = of_swapped(&CpuEngine::<f32>::new(), &problem);
-    let wrong = of_swapped(&CpuEngine::<f64>::new(), &problem.widen());
+    let faulty = with_gate_and_up_swapped(&CpuEngine::<f32>::new(), &problem).results;
+    let wrong = with_gate_and_up_swapped(&CpuEngine::<f64>::new(), &problem.widen()).results;
     for output in [Output::O, Output::Dx, Output::Dw1, Output::Dw2] {
         let directed = |results: &Results| -> Bias {
             twin.directed(output, &results[&output], &wrong[&output].values).unwrap().unwrap()

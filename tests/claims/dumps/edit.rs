@@ -130,6 +130,17 @@ pub fn data(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name).with_extension("safetensors")
 }
 
+/// A directory of files, and of nothing that stood there before; of two with one name the last stays.
+pub fn save_directory(name: &str, files: &[(String, Vec<u8>)]) -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let _ = std::fs::remove_dir_all(&folder);
+    std::fs::create_dir_all(&folder).unwrap();
+    for (name, bytes) in files {
+        std::fs::write(folder.join(name), bytes).unwrap();
+    }
+    folder
+}
+
 pub fn save(name: &str, bytes: &[u8]) -> PathBuf {
     let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}.safetensors"));
     std::fs::write(&path, bytes).unwrap();

@@ -4,7 +4,7 @@
 //! either architecture; as safetensors, `.npz` or a directory of `.npy`) with one to three changes.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::time::Instant;
 
@@ -20,7 +20,7 @@ use sonicmoe::routing::GroupedSigmoid;
 use sonicmoe::sonic::cpu::CpuEngine;
 use sonicmoe::{Activation, Convention, Record, run};
 
-use super::edit::{File, save};
+use super::edit::{File, save, save_directory};
 use super::numpy::{npy, npz};
 use super::outcome;
 
@@ -245,16 +245,7 @@ fn change_array(array: &mut Vec<u8>, random: &mut ChaCha8Rng) {
 fn save_mutated(name: &str, written: &Written) -> PathBuf {
     match written {
         Written::Bytes(bytes) => save(name, bytes),
-        Written::Directory(arrays) => {
-            let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
-            let _ = std::fs::remove_dir_all(&folder);
-            std::fs::create_dir_all(&folder).unwrap();
-            for (name, array) in arrays {
-                // Two tensors of one name are one file.
-                std::fs::write(folder.join(name), array).unwrap();
-            }
-            folder
-        }
+        Written::Directory(arrays) => save_directory(name, arrays),
     }
 }
 

@@ -1,8 +1,6 @@
 //! numpy's files are read as dumps: an archive, and a directory of arrays.
 
-use std::path::Path;
-
-use super::edit::{File, data, save};
+use super::edit::{File, data, save, save_directory};
 use super::{check, outcome};
 use sonicmoe::oracle::Verdict;
 
@@ -86,16 +84,6 @@ fn crc32(bytes: &[u8]) -> u32 {
         }
     }
     !crc
-}
-
-fn save_directory(name: &str, arrays: &[(String, Vec<u8>)]) -> std::path::PathBuf {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
-    let _ = std::fs::remove_dir_all(&folder);
-    std::fs::create_dir_all(&folder).unwrap();
-    for (name, array) in arrays {
-        std::fs::write(folder.join(name), array).unwrap();
-    }
-    folder
 }
 
 #[test]

@@ -1,17 +1,18 @@
 //! What statistics see in a file that every element lets pass, and where they have to hold their tongue.
 
 use half::bf16;
-use ndarray::{Array2, Axis};
+use ndarray::Array2;
 use sonicmoe::case::{Case, Pairing, Scale};
 use sonicmoe::dump::{Metadata, write};
 use sonicmoe::engine::{Outcome, Output, RoundingModel};
 use sonicmoe::oracle::Verdict;
-use sonicmoe::problem::{Biases, Gating, Problem};
+use sonicmoe::problem::{Gating, Problem};
 use sonicmoe::sonic::cpu::CpuEngine;
 use sonicmoe::{Record, run};
 
 use super::edit::{File, save};
 use super::{REAL, check};
+use crate::swapped::with_gate_and_up_swapped;
 
 /// A layer at scale 0.02, as SonicMoE's own test has it. (Behind a router the scores' shared roundings hide
 /// a gate and up swapped in dw1 and dw2 there, and `check` says so: vacuous.)
@@ -31,25 +32,13 @@ fn file(name: &str, problem: &Problem<'_, bf16>, outcome: &Outcome) -> File {
     File::read(&path)
 }
 
-/// The results of an engine that takes gate rows for up rows, in the order of the right rows.
-fn with_gate_and_up_swapped(problem: &Problem<'_, bf16>) -> Outcome {
-    let order: Vec<usize> = (0..problem.h_width()).map(|row| row ^ 1).collect();
-    let w1 = problem.w1().select(Axis(1), &order);
-    let (biases, gating) = (problem.biases().map(Biases::borrowed), Gating::borrowed(problem.gating()));
-    let swapped =
-        Problem::new(problem.x(), w1, problem.w2(), biases, gating, problem.activation(), problem.dout()).unwrap();
-    let mut outcome = cpu(&swapped);
-    let dw1 = outcome.results.get_mut(&Output::Dw1).unwrap();
-    dw1.values = dw1.values.select(Axis(1), &order).as_standard_layout().into_owned();
-    outcome
-}
-
 #[test]
 fn at_scale_0_02_a_right_file_passes_and_one_with_gate_and_up_swapped_fails() {
     let problem = small();
     let right = check(&file("small_right", &problem, &cpu(&problem)).save("small_right")).unwrap();
     assert_eq!(right.verdict, Verdict::Pass, "{}", right.report());
-    let swapped = file("small_swapped", &problem, &with_gate_and_up_swapped(&problem)).save("small_swapped");
+    let swapped = file("small_swapped", &problem, &with_gate_and_up_swapped(&CpuEngine::<f32>::new(), &problem))
+        .save("small_swapped");
     let swapped = check(&swapped).unwrap();
     assert_eq!(swapped.verdict, Verdict::NumericFailure, "{}", swapped.report());
     assert!(swapped.report().contains("of gate and up swapped"), "{}", swapped.report());
