@@ -1,6 +1,7 @@
 //! `sonicmoe bench`: how fast the layer runs on this machine's CPU, beside plain products and
-//! standard autograd.
+//! standard autograd; or on its GPU, beside the vendor's products and SonicMoE.
 
+mod device;
 mod products;
 
 use std::time::Instant;
@@ -21,16 +22,18 @@ use crate::routing::scores::softmax;
 use crate::routing::{Routing, top_k};
 use crate::shape::Shape;
 use crate::sonic::cpu::CpuEngine;
+use crate::sonic::gpu::Load;
 
 use products::PlainProducts;
 
-/// Measures forward and backward of a SwiGLU layer on the CPU, on random data.
+/// Measures forward and backward of a SwiGLU layer on the CPU or on a GPU, on random data.
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
   sonicmoe bench                                         f32 and bf16 at 2048,1024,256,32,4
   sonicmoe bench --shape 512,256,64,8,2 --dtype bf16 --threads 1
   sonicmoe bench --json
+  sonicmoe bench --device cuda --configs olmoe,sparse    the kernels on a Hopper GPU
 
 Everything runs in turn, once to warm up and then `--runs` times; the medians are shown. GFLOP/s
 counts the 18·R·n·d operations (R = T·K) of forward's and backward's products, whatever else a
@@ -53,6 +56,37 @@ pub struct BenchArgs {
     /// Print JSON instead of a table
     #[arg(long)]
     json: bool,
+    /// Measure the eight kernels on a GPU, by replayed graphs, beside cuBLAS
+    #[arg(long, value_enum, default_value_t = Place::Cpu)]
+    device: Place,
+    /// On a GPU: the layers, with commas between them; all without it
+    #[arg(long, value_delimiter = ',')]
+    configs: Vec<String>,
+    /// On a GPU: how tokens spread over the experts
+    #[arg(long, value_enum, default_value_t = Spread::Uniform)]
+    load: Spread,
+    /// On a GPU: print lines of comma-separated values
+    #[arg(long, conflicts_with = "json")]
+    csv: bool,
+    /// On a GPU: print tables for a README
+    #[arg(long, conflicts_with_all = ["json", "csv"])]
+    markdown: bool,
+}
+
+/// Where the layer runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Place {
+    Cpu,
+    Cuda,
+}
+
+/// How tokens spread over the experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Spread {
+    /// Every choice as likely as any other
+    Uniform,
+    /// Expert i with weight 1/(i + 1)
+    Zipf,
 }
 
 /// The text that the command prints.
@@ -60,6 +94,19 @@ pub struct BenchArgs {
 /// # Errors
 /// T = 0, threads that the system does not give, or what the engines refuse.
 pub fn bench(args: &BenchArgs) -> Result<String> {
+    if args.device == Place::Cuda {
+        let load = match args.load {
+            Spread::Uniform => Load::Uniform,
+            Spread::Zipf => Load::Zipf,
+        };
+        let measured = device::measure(&device::named(&args.configs)?, load, usize::from(args.runs))?;
+        return Ok(match args {
+            BenchArgs { json: true, .. } => device::as_json(&measured),
+            BenchArgs { csv: true, .. } => device::csv(&measured),
+            BenchArgs { markdown: true, .. } => device::markdown(&measured),
+            _ => device::text(&measured),
+        });
+    }
     if args.shape.t == 0 {
         return Err(Error::size("T", 0, "a layer without tokens has nothing to measure"));
     }
@@ -331,7 +378,18 @@ mod tests {
     use super::*;
 
     fn args(dtype: &[DType], json: bool) -> BenchArgs {
-        BenchArgs { shape: "9,16,8,4,2".parse().unwrap(), dtype: dtype.to_vec(), threads: Some(2), runs: 2, json }
+        BenchArgs {
+            shape: "9,16,8,4,2".parse().unwrap(),
+            dtype: dtype.to_vec(),
+            threads: Some(2),
+            runs: 2,
+            json,
+            device: Place::Cpu,
+            configs: Vec::new(),
+            load: Spread::Uniform,
+            csv: false,
+            markdown: false,
+        }
     }
 
     #[test]

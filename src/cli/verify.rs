@@ -10,11 +10,12 @@ use crate::case::Class;
 use crate::case::campaign::Fixed;
 use crate::cli::{Progress, complain, written};
 use crate::element::DType;
+use crate::engine::Engine;
 use crate::error::Result;
 use crate::oracle::Verdict;
 use crate::report::{Align, Table, count, number};
 use crate::shape::Shape;
-use crate::sonic::gpu::GpuEngine;
+use crate::sonic::gpu::{Arithmetic, GpuEngine};
 use crate::verify::{Campaign, Findings, Shard, Subject, campaign};
 
 /// Draws random MoE layers, runs them through standard autograd and through SonicMoE, and judges
@@ -88,7 +89,10 @@ pub fn verify(args: &VerifyArgs, out: &mut dyn Write) -> Result<Verdict> {
     }
     if args.device != Some(Place::Cpu) {
         match GpuEngine::open() {
-            Ok(engine) => verdict = verdict.max(run_and_print(args, &plan, Subject::Cuda(&engine), out)?),
+            Ok(engine) => {
+                verdict = verdict.max(arithmetic(args, &engine, out)?);
+                verdict = verdict.max(run_and_print(args, &plan, Subject::Cuda(&engine), out)?);
+            }
             Err(absence) => {
                 complain(&format!("skipped: the CUDA path: {absence}"));
                 if args.device == Some(Place::Cuda) {
@@ -98,6 +102,17 @@ pub fn verify(args: &VerifyArgs, out: &mut dyn Write) -> Result<Verdict> {
         }
     }
     Ok(verdict)
+}
+
+/// Measures what the bounds assume of the device's arithmetic, and prints it (not among JSON).
+fn arithmetic(args: &VerifyArgs, engine: &GpuEngine, out: &mut dyn Write) -> Result<Verdict> {
+    let arithmetic = Arithmetic::measure(engine.device(), &Engine::<half::bf16>::numerics(engine))?;
+    let holds = arithmetic.as_declared();
+    if !args.json {
+        let outcome = if holds { "as the bounds assume" } else { "BEYOND what the bounds assume" };
+        written(writeln!(out, "{arithmetic}\narithmetic of the device: {outcome}\n"))?;
+    }
+    Ok(if holds { Verdict::Pass } else { Verdict::NumericFailure })
 }
 
 fn run_and_print(args: &VerifyArgs, plan: &Campaign, subject: Subject<'_>, out: &mut dyn Write) -> Result<Verdict> {

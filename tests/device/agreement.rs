@@ -85,3 +85,14 @@ fn widths_beyond_one_tile_and_many_rows_an_expert() {
         run_and_judge(engine, &problem).unwrap_or_else(|failure| panic!("{case}: {failure}"));
     }
 }
+
+/// Edge cases, the exact regime bit for bit, the laws and the museum: what every engine is fed.
+#[test]
+fn the_whole_suite_holds_on_the_device() {
+    let engine = engine_or_skip!();
+    let report = sonicmoe::verify::suite(engine).unwrap();
+    eprintln!("{report}");
+    assert_eq!(report.verdict(), sonicmoe::oracle::Verdict::Pass, "{report}");
+    let exact = report.claims.iter().filter(|(claim, _)| claim.section == sonicmoe::verify::Section::ExactRegime);
+    assert!(exact.map(|(_, tally)| tally.judged).sum::<u64>() > 0, "nothing of the exact regime was judged");
+}

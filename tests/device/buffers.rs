@@ -10,6 +10,7 @@ use sonicmoe::sonic::gpu::GpuEngine;
 use sonicmoe::sonic::gpu::device::{Buffer, Guards};
 use sonicmoe::{Gating, Problem, TokenId};
 
+use crate::repetition::every_gemm;
 use crate::{engine_or_skip, first_difference, given};
 
 fn cases() -> Vec<Case> {
@@ -138,7 +139,7 @@ fn what_stays_for_backward_is_x_and_h_and_the_routing() {
 }
 
 /// The same layer and routing with other tokens.
-fn with_tokens(problem: &Problem<'_, bf16>, x: Array2<bf16>, dout: Array2<bf16>) -> Problem<'static, bf16> {
+pub fn with_tokens(problem: &Problem<'_, bf16>, x: Array2<bf16>, dout: Array2<bf16>) -> Problem<'static, bf16> {
     let Gating::Given { routing, scores } = problem.gating() else { panic!("this test gives its pairs") };
     let gating = Gating::Given { routing: routing.clone(), scores: scores.clone() };
     let biases = problem
@@ -147,4 +148,27 @@ fn with_tokens(problem: &Problem<'_, bf16>, x: Array2<bf16>, dout: Array2<bf16>)
         .map(|(b1, b2)| sonicmoe::Biases { b1: b1.to_owned().into(), b2: b2.to_owned().into() });
     let (w1, w2) = (problem.w1().to_owned(), problem.w2().to_owned());
     Problem::new(x, w1, w2, biases, gating, problem.activation(), dout).unwrap()
+}
+
+/// Every kernel in a few small launches, for a sanitizer, under which nothing larger ends:
+/// `compute-sanitizer --tool racecheck device --ignored --exact buffers::every_kernel_on_a_small_case`.
+/// Kernels wait longer here than they do otherwise: a sanitizer slows them by orders of magnitude.
+#[test]
+#[ignore = "for compute-sanitizer; the kernels are judged elsewhere"]
+fn every_kernel_on_a_small_case() {
+    engine_or_skip!();
+    let engine = GpuEngine::open().unwrap().tuned(every_gemm("SONIC_WAIT_LIMIT_NS", u32::MAX));
+    let case = Case::new("0,72,136,3,1".parse().unwrap()).with_counts(&[65, 0, 17]);
+    let wanted = std::env::var("SONICMOE_ACTIVATION").ok();
+    for activation in sonicmoe::Activation::WITH_KERNELS {
+        if wanted.as_ref().is_some_and(|wanted| wanted != activation.name()) {
+            continue;
+        }
+        for case in [case.clone().with_biases(), case.clone()] {
+            let case = case.with_activation(activation);
+            eprintln!("{case}");
+            run(&engine, &case.problem::<bf16>().unwrap(), Record::Intermediates).unwrap();
+            eprintln!("done");
+        }
+    }
 }

@@ -7,10 +7,12 @@
 
 mod agreement;
 mod buffers;
+mod full_size;
 mod machine;
 mod repetition;
 mod settings;
 mod size;
+mod step;
 
 use std::sync::OnceLock;
 

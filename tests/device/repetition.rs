@@ -106,7 +106,7 @@ fn stalls_in_a_process_of_its_own() {
     eprintln!("stalled as expected: {error}");
 }
 
-fn every_gemm(constant: &'static str, value: u32) -> Tuning {
+pub fn every_gemm(constant: &'static str, value: u32) -> Tuning {
     let kernels = GROUPED_GEMMS.into_iter().chain(WEIGHT_GEMMS);
     kernels.map(|kernel| (kernel, BTreeMap::from([(constant, value)]))).collect()
 }

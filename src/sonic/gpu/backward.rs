@@ -75,19 +75,9 @@ impl BackwardTensors {
         dout: &Buffer<bf16>,
     ) -> crate::Result<()> {
         let Self { dh, a_prime, dx_expanded, ds, ds_partial, dx, dw1, dw2, biases } = self;
-        let parts = ds_partial.as_mut().unwrap_or(ds);
-        down_backward_activation(layer, routing, dout, h, DownBackward { dh, a_prime, ds_partial: parts })?;
-        if let Some(parts) = ds_partial {
-            score_gradient(layer, routing, dout, parts, ds)?;
-        }
-        down_backward_weight(layer, routing, dout, a_prime, dw2)?;
-        up_backward_activation(layer, routing, dh, dx_expanded)?;
-        up_backward_weight(layer, routing, x, dh, dw1)?;
-        if let Some((db1, db2)) = biases {
-            up_bias_gradient(layer, routing, dh, db1)?;
-            down_bias_gradient(layer, routing, dout, db2)?;
-        }
-        combine_input_gradient(layer, routing, dx_expanded, dx)
+        let (ds_partial, biases) = (ds_partial.as_mut(), biases.as_mut().map(|(db1, db2)| (db1, db2)));
+        let results = BackwardResults { dh, a_prime, dx_expanded, ds, ds_partial, dx, dw1, dw2, biases };
+        results.queue(layer, routing, x, h, dout)
     }
 
     /// The red zones of all of it.
@@ -99,5 +89,50 @@ impl BackwardTensors {
         let biases = biases.iter().flat_map(|(db1, db2)| [db1, db2]);
         [dh, a_prime, dx_expanded, dx, dw1, dw2].into_iter().chain(biases).try_for_each(Buffer::check_red_zones)?;
         [Some(ds), ds_partial.as_ref()].into_iter().flatten().try_for_each(Buffer::check_red_zones)
+    }
+}
+
+/// Where the kernels of a backward write.
+pub(super) struct BackwardResults<'a> {
+    pub dh: &'a mut Buffer<bf16>,
+    pub a_prime: &'a mut Buffer<bf16>,
+    pub dx_expanded: &'a mut Buffer<bf16>,
+    pub ds: &'a mut Buffer<f32>,
+    pub ds_partial: Option<&'a mut Buffer<f32>>,
+    pub dx: &'a mut Buffer<bf16>,
+    pub dw1: &'a mut Buffer<bf16>,
+    pub dw2: &'a mut Buffer<bf16>,
+    pub biases: Option<(&'a mut Buffer<bf16>, &'a mut Buffer<bf16>)>,
+}
+
+impl BackwardResults<'_> {
+    /// Kernels 4 to 8, and the bias gradients.
+    pub(super) fn queue(
+        self,
+        layer: &Layer,
+        routing: &DeviceRouting,
+        x: &Buffer<bf16>,
+        h: &Buffer<bf16>,
+        dout: &Buffer<bf16>,
+    ) -> crate::Result<()> {
+        let Self { dh, a_prime, dx_expanded, ds, ds_partial, dx, dw1, dw2, biases } = self;
+        match ds_partial {
+            Some(parts) => {
+                let results = DownBackward { dh, a_prime, ds_partial: parts };
+                down_backward_activation(layer, routing, dout, h, results)?;
+                score_gradient(layer, routing, dout, parts, ds)?;
+            }
+            None => {
+                down_backward_activation(layer, routing, dout, h, DownBackward { dh, a_prime, ds_partial: ds })?;
+            }
+        }
+        down_backward_weight(layer, routing, dout, a_prime, dw2)?;
+        up_backward_activation(layer, routing, dh, dx_expanded)?;
+        up_backward_weight(layer, routing, x, dh, dw1)?;
+        if let Some((db1, db2)) = biases {
+            up_bias_gradient(layer, routing, dh, db1)?;
+            down_bias_gradient(layer, routing, dout, db2)?;
+        }
+        combine_input_gradient(layer, routing, dx_expanded, dx)
     }
 }

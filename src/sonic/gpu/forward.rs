@@ -42,9 +42,7 @@ impl ForwardTensors {
     /// Buffers of another layer's or routing's sizes, or a device that fails.
     pub fn run(&mut self, layer: &Layer, routing: &DeviceRouting, x: &Buffer<bf16>) -> crate::Result<()> {
         let Self { h, a, y, o } = self;
-        up_forward(layer, routing, x, h, a)?;
-        down_forward(layer, routing, a, y)?;
-        combine_output(layer, routing, y, o)
+        ForwardResults { h, a, y, o }.queue(layer, routing, x)
     }
 
     /// The red zones of all of it.
@@ -54,5 +52,23 @@ impl ForwardTensors {
     pub fn check_red_zones(&self) -> crate::Result<()> {
         let Self { h, a, y, o } = self;
         [h, a, y, o].into_iter().try_for_each(Buffer::check_red_zones)
+    }
+}
+
+/// Where the kernels of a forward write.
+pub(super) struct ForwardResults<'a> {
+    pub h: &'a mut Buffer<bf16>,
+    pub a: &'a mut Buffer<bf16>,
+    pub y: &'a mut Buffer<bf16>,
+    pub o: &'a mut Buffer<bf16>,
+}
+
+impl ForwardResults<'_> {
+    /// Kernels 1, 2 and 3.
+    pub(super) fn queue(self, layer: &Layer, routing: &DeviceRouting, x: &Buffer<bf16>) -> crate::Result<()> {
+        let Self { h, a, y, o } = self;
+        up_forward(layer, routing, x, h, a)?;
+        down_forward(layer, routing, a, y)?;
+        combine_output(layer, routing, y, o)
     }
 }

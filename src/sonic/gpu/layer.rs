@@ -41,11 +41,14 @@ impl Layer {
     /// An activation without a kernel, d or n that is no multiple of 8 (rows are copied 16 bytes at a
     /// time), or sizes beyond the kernels' indices.
     pub fn accepts(problem: &Problem<'_, bf16>) -> crate::Result<()> {
-        if !Activation::WITH_KERNELS.contains(&problem.activation()) {
+        Self::takes(problem.activation(), [problem.d(), problem.n(), problem.e()], problem.t(), problem.routed())
+    }
+
+    fn takes(activation: Activation, [d, n, e]: [usize; 3], t: usize, routed: usize) -> crate::Result<()> {
+        if !Activation::WITH_KERNELS.contains(&activation) {
             let known = Activation::WITH_KERNELS.map(Activation::name);
-            return Err(Error::unknown("activation of the CUDA path", problem.activation().name(), known));
+            return Err(Error::unknown("activation of the CUDA path", activation.name(), known));
         }
-        let (t, d, n, e) = (problem.t(), problem.d(), problem.n(), problem.e());
         for (what, size) in [("d", d), ("n", n)] {
             if !size.is_multiple_of(8) {
                 return Err(Error::size(
@@ -63,9 +66,9 @@ impl Layer {
                 "the CUDA kernels gather from fewer than 2³⁵ elements",
             ));
         }
-        let (routed, columns) = (problem.routed(), d.max(problem.h_width()));
+        let (width, columns) = (activation.h_width(n), d.max(activation.h_width(n)));
         let row_tiles = routed / 128 + e;
-        let weight_tiles = e.saturating_mul(d.div_ceil(128)).saturating_mul(problem.h_width().div_ceil(64));
+        let weight_tiles = e.saturating_mul(d.div_ceil(128)).saturating_mul(width.div_ceil(64));
         let tiles = row_tiles.saturating_mul(columns.div_ceil(64)).max(weight_tiles);
         if tiles > i32::MAX as usize || columns > i32::MAX as usize / 4 {
             return Err(Error::size("the number of output tiles", tiles, "the CUDA kernels count tiles up to 2³¹ − 1"));
@@ -95,6 +98,47 @@ impl Layer {
             w2: upload(device, "w2", problem.w2(), guards)?,
             biases,
         })
+    }
+
+    /// From weights that lie on the device: w1 (E, 2n, d) interleaved and w2 (E, d, n), without biases.
+    ///
+    /// # Errors
+    /// Weights of other sizes, or widths that are no multiple of 8.
+    pub fn of(
+        device: &Arc<Device>,
+        activation: Activation,
+        [d, n, e]: [usize; 3],
+        w1: Buffer<bf16>,
+        w2: Buffer<bf16>,
+        guards: Guards,
+    ) -> crate::Result<Self> {
+        Self::takes(activation, [d, n, e], 0, 0)?;
+        for (name, buffer, rows, columns) in [("w1", &w1, activation.h_width(n), d), ("w2", &w2, d, n)] {
+            if buffer.len() != e * rows * columns {
+                let found = [buffer.len()];
+                return Err(Error::shape(name, &[e, rows, columns], &found, "elements of another layer's weight"));
+            }
+        }
+        Ok(Self {
+            device: Arc::clone(device),
+            guards,
+            tuning: Tuning::new(),
+            activation,
+            d,
+            n,
+            e,
+            w1,
+            w2,
+            biases: None,
+        })
+    }
+
+    /// Whether the kernels' indices reach T tokens and R pairs, as [`Layer::accepts`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn accepts_tokens(&self, t: usize, routed: usize) -> crate::Result<()> {
+        Self::takes(self.activation, [self.d, self.n, self.e], t, routed)
     }
 
     /// The same weights, with kernels of other constants.

@@ -15,7 +15,9 @@
 //!   [`device::Guards`], so that the checked run is the run.
 
 mod absence;
+mod arithmetic;
 mod backward;
+mod baseline;
 mod combine;
 mod combine_input_gradient;
 mod combine_output;
@@ -29,17 +31,28 @@ mod engine;
 mod forward;
 mod grouped_gemm;
 mod layer;
+mod measure;
+mod plan;
 mod routing;
+mod step;
 mod up_backward_activation;
 mod up_backward_weight;
 mod up_bias_gradient;
 mod up_forward;
 mod weight_gemm;
+mod witness;
+mod workload;
 
 pub use absence::Absence;
+pub use arithmetic::{Accumulation, Arithmetic, Sigmoid, Terms};
 pub use backward::BackwardTensors;
 pub use device::Device;
 pub use engine::GpuEngine;
 pub use forward::ForwardTensors;
 pub use layer::{Layer, Tuning, upload};
+pub use measure::{GEMMS, KERNELS, Measurement, Subject, Times};
+pub use plan::Plan;
 pub use routing::DeviceRouting;
+pub use step::Step;
+pub use witness::{Witnessed, fill_normal, witness_backward, witness_forward};
+pub use workload::{Load, Loaded, Workload};

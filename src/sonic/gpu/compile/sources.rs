@@ -35,6 +35,7 @@ pub const HEADERS: &[Source] = &[
     source!("sm90/warp.cuh"),
     source!("sm90/weight_gemm.cuh"),
     source!("sm90/wgmma.cuh"),
+    source!("witness/ball.cuh"),
 ];
 
 macro_rules! kernels {
@@ -95,6 +96,14 @@ kernels! {
     DownBiasGradient = "down_bias_gradient",
     /// Kernel 8: dx.
     CombineInputGradient = "combine_input_gradient",
+    /// None of the method: the f64 witness of the six products.
+    WitnessProduct = "witness_product",
+    /// None of the method: the f64 witness of the combines.
+    WitnessCombine = "witness_combine",
+    /// None of the method: what the card's memory gives.
+    PlainCopy = "plain_copy",
+    /// None of the method: random data for measurements and proofs.
+    RandomNormal = "random_normal",
     /// None of the method: it stalls, so that the report of a stall can be tried.
     Stall = "stall",
 }

@@ -63,6 +63,11 @@ impl Variant {
         Self::of(KernelName::DownBackwardActivation).activation(activation)
     }
 
+    /// The f64 witness of a product: of a result stored as it is (0), of kernel 1 (1) or of kernel 4 (2).
+    pub(in crate::sonic::gpu) fn witness_product(what: u32) -> Self {
+        Self::of(KernelName::WitnessProduct).with("SONIC_WITNESS", what)
+    }
+
     /// The same with one more constant, for tile settings other than a kernel's own.
     pub fn with(mut self, constant: &'static str, value: u32) -> Self {
         self.constants.insert(constant, value);
@@ -82,6 +87,7 @@ impl Variant {
                 KernelName::DownBackwardActivation => {
                     Activation::WITH_KERNELS.into_iter().map(Self::down_backward_activation).collect()
                 }
+                KernelName::WitnessProduct => (0..3).map(Self::witness_product).collect(),
                 _ => vec![Self::of(kernel)],
             })
             .collect()

@@ -40,11 +40,15 @@ mod private {
     impl Sealed for half::bf16 {}
     impl Sealed for f32 {}
     impl Sealed for u32 {}
+    impl Sealed for f64 {}
+    impl Sealed for u64 {}
 }
 
 impl Scalar for bf16 {}
 impl Scalar for f32 {}
 impl Scalar for u32 {}
+impl Scalar for f64 {}
+impl Scalar for u64 {}
 
 /// The device memory of one tensor.
 pub struct Buffer<T: Scalar> {
@@ -66,6 +70,7 @@ impl<T: Scalar> Buffer<T> {
     pub fn output(device: &Arc<Device>, name: &'static str, len: usize, guards: Guards) -> crate::Result<Self> {
         let buffer = Self::allocate(device, name, len, guards.red_zone)?;
         if let Some(poison) = guards.poison {
+            let _turn = device.idle()?;
             // SAFETY: the payload was allocated on this stream just now.
             unsafe {
                 result::memset_d8_async(buffer.address(), poison, buffer.payload_bytes(), device.stream().cu_stream())
@@ -87,14 +92,16 @@ impl<T: Scalar> Buffer<T> {
     }
 
     fn allocate(device: &Arc<Device>, name: &'static str, len: usize, red_zone: usize) -> crate::Result<Self> {
-        device.bind()?;
         let too_large = || Error::device(format!("`{name}` of {len} elements has more bytes than an address can tell"));
         let payload = len.checked_mul(size_of::<T>()).and_then(|bytes| bytes.checked_next_multiple_of(PAYLOAD_STEP));
         let bytes =
             payload.and_then(|payload| payload.max(PAYLOAD_STEP).checked_add(2 * red_zone)).ok_or_else(too_large)?;
-        // SAFETY: a context is current and the stream belongs to it.
-        let allocation = unsafe { device.pool().allocate(bytes, device.stream().cu_stream()) }
-            .map_err(|error| device.failed(&format!("`{name}` of {len} elements, {bytes} bytes"), error))?;
+        let allocation = {
+            let _turn = device.idle()?;
+            // SAFETY: a context is current and the stream belongs to it.
+            unsafe { device.pool().allocate(bytes, device.stream().cu_stream()) }
+                .map_err(|error| device.failed(&format!("`{name}` of {len} elements, {bytes} bytes"), error))?
+        };
         let buffer = Self {
             device: Arc::clone(device),
             name,
@@ -152,6 +159,20 @@ impl<T: Scalar> Buffer<T> {
         self.device.wait()?;
         let mut values = vec![T::default(); self.len];
         self.copy_out(self.address(), &mut values)?;
+        Ok(values)
+    }
+
+    /// Waits for all work and copies the elements of `range` to the host.
+    ///
+    /// # Errors
+    /// As [`Device::wait`]; or a range that ends beyond the last element.
+    pub fn download_range(&self, range: std::ops::Range<usize>) -> crate::Result<Vec<T>> {
+        if range.start > range.end || range.end > self.len {
+            return Err(Error::internal(format!("`{}` has {} elements, not {range:?}", self.name, self.len)));
+        }
+        self.device.wait()?;
+        let mut values = vec![T::default(); range.len()];
+        self.copy_out(self.address() + (range.start * size_of::<T>()) as u64, &mut values)?;
         Ok(values)
     }
 
@@ -226,7 +247,7 @@ impl<T: Scalar> Buffer<T> {
         if values.is_empty() {
             return Ok(());
         }
-        self.device.bind()?;
+        let _turn = self.device.idle()?;
         // SAFETY: the range lies inside the allocation, on whose stream the copy is queued. From
         // pageable memory the driver takes a copy before it returns.
         unsafe { result::memcpy_htod_async(address, values, self.device.stream().cu_stream()) }
@@ -237,11 +258,13 @@ impl<T: Scalar> Buffer<T> {
         if values.is_empty() {
             return Ok(());
         }
-        self.device.bind()?;
-        // SAFETY: the range lies inside the allocation; V is a scalar, of which every pattern of bits
-        // is a value; into pageable memory the call returns only when the copy is done.
-        unsafe { result::memcpy_dtoh_async(values, address, self.device.stream().cu_stream()) }
-            .map_err(|error| self.failed(error))?;
+        {
+            let _turn = self.device.idle()?;
+            // SAFETY: the range lies inside the allocation; V is a scalar, of which every pattern of
+            // bits is a value; into pageable memory the call returns only when the copy is done.
+            unsafe { result::memcpy_dtoh_async(values, address, self.device.stream().cu_stream()) }
+                .map_err(|error| self.failed(error))?;
+        }
         self.device.wait()
     }
 
@@ -252,9 +275,8 @@ impl<T: Scalar> Buffer<T> {
 
 impl<T: Scalar> Drop for Buffer<T> {
     fn drop(&mut self) {
-        if self.device.is_lost() || self.device.bind().is_err() {
-            return;
-        }
+        // On a lost device, or in the middle of a recording (only after an error), the memory is left.
+        let Ok(_turn) = self.device.idle() else { return };
         // SAFETY: allocated on this stream, given back once and behind all work queued so far.
         let _ = unsafe { result::free_async(self.allocation, self.device.stream().cu_stream()) };
     }

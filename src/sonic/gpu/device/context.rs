@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::result::DriverError;
@@ -34,6 +35,9 @@ pub struct Device {
     pool: ManuallyDrop<Pool>,
     cache: CubinCache,
     kernels: ManuallyDrop<Mutex<HashMap<Variant, Arc<Kernel>>>>,
+    /// The thread that records a graph of the stream, if one does. Held during every call that queues:
+    /// what another thread queued meanwhile would be recorded too, and replayed on buffers long gone.
+    recording: Mutex<Option<ThreadId>>,
     /// Why the device cannot be used any more: a trap or a bad address ends a CUDA context.
     lost: OnceLock<String>,
 }
@@ -76,6 +80,7 @@ impl Device {
             pool: ManuallyDrop::new(pool),
             cache: CubinCache::find(),
             kernels: ManuallyDrop::default(),
+            recording: Mutex::new(None),
             lost: OnceLock::new(),
         }))
     }
@@ -96,8 +101,10 @@ impl Device {
     /// A kernel that stalled (by name, with who waited for what), trapped, or read a bad address; or
     /// work that is not done after 60 s. The device is then lost: every later call returns the same.
     pub fn wait(&self) -> crate::Result<()> {
-        self.alive()?;
-        let event = self.stream.record_event(None).map_err(|error| self.failed("an event", error))?;
+        let event = {
+            let _turn = self.idle()?;
+            self.stream.record_event(None).map_err(|error| self.failed("an event", error))?
+        };
         let start = Instant::now();
         loop {
             match event.try_is_complete() {
@@ -195,15 +202,27 @@ impl Device {
         &self.context
     }
 
-    /// Makes the device current in this thread, unless it is lost.
-    pub(super) fn bind(&self) -> crate::Result<()> {
+    /// The right to queue a kernel, held while it is queued: the device is current in this thread, is
+    /// not lost, and no other thread records a graph.
+    pub(in crate::sonic::gpu) fn turn(&self) -> crate::Result<MutexGuard<'_, Option<ThreadId>>> {
         self.alive()?;
-        self.context.bind_to_thread().map_err(|error| self.failed("the device", error))
+        let turn = self.recording.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        if turn.is_some_and(|recorder| recorder != thread::current().id()) {
+            return Err(Error::device(
+                "another thread records a graph of this device: give each thread its own device",
+            ));
+        }
+        self.context.bind_to_thread().map_err(|error| self.failed("the device", error))?;
+        Ok(turn)
     }
 
-    /// Whether the device has been given up.
-    pub(super) fn is_lost(&self) -> bool {
-        self.lost.get().is_some()
+    /// The right to do what no graph may record: allocate, give back, copy from and to the host, wait.
+    pub(in crate::sonic::gpu) fn idle(&self) -> crate::Result<MutexGuard<'_, Option<ThreadId>>> {
+        let turn = self.turn()?;
+        match *turn {
+            None => Ok(turn),
+            Some(_) => Err(Error::internal("a graph is being recorded: it takes kernels, no allocation, copy or wait")),
+        }
     }
 
     /// An error of the driver, or of the kernel that caused it. Out of memory and the like leave the

@@ -62,7 +62,7 @@ impl Kernel {
     /// Code that the driver refuses, or that uses local memory: a spill in a main loop halves its
     /// speed, and none is expected.
     pub(super) fn load(device: &Device, variant: &Variant, cubin: &Cubin) -> crate::Result<Self> {
-        device.bind()?;
+        let _turn = device.idle()?;
         let name = variant.kernel().name();
         let what = || format!("loading kernel {variant}");
         let fails = |error| device.failed(&what(), error);
@@ -120,6 +120,38 @@ impl Kernel {
         if grid.blocks == 0 {
             return Ok(());
         }
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_blocks(device, grid, [grid.blocks, 1, 1], arguments) }
+    }
+
+    /// [`Kernel::launch`] of blocks in three dimensions, without a cluster.
+    ///
+    /// # Errors
+    /// As [`Kernel::launch`].
+    ///
+    /// # Safety
+    /// As [`Kernel::launch`].
+    pub unsafe fn launch_3d(
+        &self,
+        device: &Device,
+        blocks: [u32; 3],
+        threads: u32,
+        arguments: &[Argument<'_>],
+    ) -> crate::Result<()> {
+        let grid = Grid { blocks: blocks[0], threads, shared_bytes: 0, cluster: 1 };
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_blocks(device, grid, blocks, arguments) }
+    }
+
+    /// # Safety
+    /// As [`Kernel::launch`].
+    unsafe fn launch_blocks(
+        &self,
+        device: &Device,
+        grid: Grid,
+        [x, y, z]: [u32; 3],
+        arguments: &[Argument<'_>],
+    ) -> crate::Result<()> {
         let given: Vec<usize> = arguments.iter().map(|argument| argument.bytes).collect();
         if given != self.parameters {
             let expected = &self.parameters;
@@ -132,7 +164,7 @@ impl Kernel {
         if cluster != grid.cluster || !grid.blocks.is_multiple_of(cluster) {
             return Err(Error::internal(format!("kernel {} cannot run as {grid:?}", self.variant)));
         }
-        device.bind()?;
+        let _turn = device.turn()?;
         let fails = |error| device.failed(&format!("launching kernel {} as {grid:?}", self.variant), error);
         if grid.shared_bytes > 0 {
             self.function
@@ -150,9 +182,9 @@ impl Kernel {
             },
         };
         let config = sys::CUlaunchConfig {
-            gridDimX: grid.blocks,
-            gridDimY: 1,
-            gridDimZ: 1,
+            gridDimX: x,
+            gridDimY: y,
+            gridDimZ: z,
             blockDimX: grid.threads,
             blockDimY: 1,
             blockDimZ: 1,

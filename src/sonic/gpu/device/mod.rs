@@ -2,6 +2,7 @@
 
 mod buffer;
 mod context;
+mod graph;
 mod kernel;
 mod pool;
 pub mod probe;
@@ -10,6 +11,7 @@ mod tensor_map;
 
 pub use buffer::{Buffer, Guards, Scalar};
 pub use context::Device;
+pub use graph::{Graph, Stopwatch};
 pub use kernel::{Argument, Grid, Kernel};
 pub use probe::Properties;
 pub use status::Stall;

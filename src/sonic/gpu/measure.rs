@@ -1,0 +1,321 @@
+//! How long the kernels take, by events around replayed graphs.
+//!
+//! Everything is recorded once and replayed in turn, round after round: the card is limited by power
+//! and changes its speed within seconds, so that only times of one round compare. With them in every
+//! round run the vendor's product of 8192³, its batched products of the layer's sizes, balanced and
+//! ungathered, and a plain copy.
+
+use std::fmt;
+use std::sync::Arc;
+
+use half::bf16;
+
+use crate::error::Result;
+use crate::shape::Shape;
+
+use super::baseline::{Batched, Blas, Major};
+use super::compile::{KernelName, Variant};
+use super::device::{Argument, Buffer, Device, Graph, Grid, Guards, Stopwatch};
+use super::grouped_gemm::expect_len;
+use super::plan::Plan;
+use super::routing::DeviceRouting;
+use super::witness::fill_normal;
+use super::workload::{Loaded, Workload};
+
+/// What is timed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Subject {
+    /// One kernel.
+    Kernel(KernelName),
+    /// Kernels 1 to 3, one graph.
+    Forward,
+    /// Kernels 4 to 8, one graph.
+    Backward,
+    /// cuBLAS's batched product in place of a kernel's.
+    Vendor(KernelName),
+    /// cuBLAS's product of 8192³.
+    Square,
+    /// A copy from device memory to device memory.
+    Copy,
+}
+
+/// The six kernels that multiply.
+pub const GEMMS: [KernelName; 6] = [
+    KernelName::UpForward,
+    KernelName::DownForward,
+    KernelName::DownBackwardActivation,
+    KernelName::DownBackwardWeight,
+    KernelName::UpBackwardActivation,
+    KernelName::UpBackwardWeight,
+];
+
+/// The eight kernels, in the method's order.
+pub const KERNELS: [KernelName; 8] = [
+    KernelName::UpForward,
+    KernelName::DownForward,
+    KernelName::CombineOutput,
+    KernelName::DownBackwardActivation,
+    KernelName::DownBackwardWeight,
+    KernelName::UpBackwardActivation,
+    KernelName::UpBackwardWeight,
+    KernelName::CombineInputGradient,
+];
+
+impl fmt::Display for Subject {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Kernel(kernel) => f.write_str(kernel.name()),
+            Self::Forward => f.write_str("forward"),
+            Self::Backward => f.write_str("backward"),
+            Self::Vendor(kernel) => write!(f, "cuBLAS for {}", kernel.name()),
+            Self::Square => f.write_str("cuBLAS 8192³"),
+            Self::Copy => f.write_str("copy"),
+        }
+    }
+}
+
+/// Side of the square product.
+const SIDE: usize = 8192;
+/// Bytes of the plain copy: many times what L2 holds.
+const COPY_BYTES: usize = 1 << 30;
+/// The least time that one replay should take, in ms: beside it the start of a graph is nothing.
+const LEAST_MS: f64 = 3.0;
+
+impl Subject {
+    /// Floating-point operations of the routed pairs; none for what is bound by memory.
+    pub fn operations(self, shape: &Shape) -> f64 {
+        let product = |columns: usize, k: usize| 2.0 * shape.routed() as f64 * columns as f64 * k as f64;
+        match self {
+            Self::Kernel(kernel) | Self::Vendor(kernel) => match kernel {
+                KernelName::UpForward | KernelName::UpBackwardActivation | KernelName::UpBackwardWeight => {
+                    product(2 * shape.n, shape.d)
+                }
+                KernelName::DownForward | KernelName::DownBackwardActivation | KernelName::DownBackwardWeight => {
+                    product(shape.n, shape.d)
+                }
+                _ => 0.0,
+            },
+            Self::Forward => 3.0 * product(shape.n, shape.d),
+            Self::Backward => 6.0 * product(shape.n, shape.d),
+            Self::Square => 2.0 * (SIDE as f64).powi(3),
+            Self::Copy => 0.0,
+        }
+    }
+
+    /// The fewest bytes that have to move: each row once, each result once.
+    pub fn bytes(self, shape: &Shape) -> f64 {
+        let Shape { t, d, n, e, .. } = *shape;
+        let r = shape.routed();
+        let (tokens, wide, narrow, weight) = (2 * t * d, 2 * r * d, 2 * r * n, 2 * e * n * d);
+        let bytes = match self {
+            Self::Kernel(kernel) => match kernel {
+                KernelName::UpForward => tokens + 2 * weight + 3 * narrow,
+                KernelName::DownForward => narrow + weight + wide,
+                KernelName::CombineOutput | KernelName::CombineInputGradient => wide + tokens,
+                KernelName::DownBackwardActivation => tokens + weight + 5 * narrow,
+                KernelName::DownBackwardWeight => tokens + narrow + weight,
+                KernelName::UpBackwardActivation => 2 * narrow + 2 * weight + wide,
+                KernelName::UpBackwardWeight => tokens + 2 * narrow + 2 * weight,
+                _ => 0,
+            },
+            Self::Forward => {
+                return [KERNELS[0], KERNELS[1], KERNELS[2]].map(|k| Self::Kernel(k).bytes(shape)).iter().sum();
+            }
+            Self::Backward => return KERNELS[3..].iter().map(|&k| Self::Kernel(k).bytes(shape)).sum(),
+            Self::Vendor(_) => 0,
+            Self::Square => 3 * 2 * SIDE * SIDE,
+            Self::Copy => 2 * COPY_BYTES,
+        };
+        bytes as f64
+    }
+}
+
+/// A subject's times over the rounds, in ms.
+#[derive(Clone, Debug)]
+pub struct Times {
+    /// What was timed.
+    pub subject: Subject,
+    /// One of each round, sorted.
+    pub ms: Vec<f64>,
+}
+
+impl Times {
+    /// The middle one.
+    pub fn median(&self) -> f64 {
+        self.quantile(0.5)
+    }
+
+    /// From the first to the third quartile, over the median.
+    pub fn spread(&self) -> f64 {
+        (self.quantile(0.75) - self.quantile(0.25)) / self.median()
+    }
+
+    fn quantile(&self, at: f64) -> f64 {
+        let last = self.ms.len().saturating_sub(1);
+        self.ms.get((at * last as f64).round() as usize).copied().unwrap_or(f64::NAN)
+    }
+}
+
+/// A workload with all that is timed on it, recorded.
+pub struct Measurement {
+    /// Graph, launches in it.
+    items: Vec<(Subject, Graph, usize)>,
+    device: Arc<Device>,
+    saved_bytes: usize,
+    /// What the graphs name.
+    _owned: Owned,
+}
+
+struct Owned {
+    plan: Plan,
+    routing: DeviceRouting,
+    x: Buffer<bf16>,
+    dout: Buffer<bf16>,
+    square: [Buffer<bf16>; 3],
+    /// Where the baselines write.
+    scratch: Buffer<bf16>,
+    copies: [Buffer<bf16>; 2],
+    blas: Option<Blas>,
+}
+
+impl Measurement {
+    /// Loads the workload, runs it once and records everything. Without cuBLAS its rows are left out.
+    ///
+    /// # Errors
+    /// Not enough device memory, or a device that fails.
+    pub fn prepare(device: &Arc<Device>, workload: &Workload) -> Result<Self> {
+        let Loaded { layer, x, dout, on_device, .. } = workload.load(device, Guards::NONE)?;
+        let plan = Plan::allocate(layer, &on_device)?;
+        let saved_bytes = plan.kept(&on_device, &x).activations();
+        let Shape { d, n, .. } = workload.shape;
+        let scratch = (workload.shape.routed() * d.max(2 * n)).max(plan.dw1().len());
+        let normal = |name, len, seed| -> Result<Buffer<bf16>> {
+            let mut buffer = Buffer::output(device, name, len, Guards::NONE)?;
+            fill_normal(device, &mut buffer, seed, 1.0)?;
+            Ok(buffer)
+        };
+        let mut owned = Owned {
+            square: [normal("A", SIDE * SIDE, 11)?, normal("B", SIDE * SIDE, 12)?, normal("C", SIDE * SIDE, 13)?],
+            scratch: normal("a baseline's result", scratch, 14)?,
+            copies: [normal("copied", COPY_BYTES / 2, 15)?, normal("copy", COPY_BYTES / 2, 16)?],
+            blas: Blas::new(device).ok(),
+            plan,
+            routing: on_device,
+            x,
+            dout,
+        };
+        let mut subjects: Vec<Subject> = KERNELS.map(Subject::Kernel).to_vec();
+        subjects.extend([Subject::Forward, Subject::Backward, Subject::Copy]);
+        if owned.blas.is_some() {
+            subjects.extend(GEMMS.map(Subject::Vendor));
+            subjects.push(Subject::Square);
+        }
+        // Once in the method's order, so that every kernel reads what it reads in a step.
+        owned.queue(Subject::Forward, workload.shape)?;
+        owned.queue(Subject::Backward, workload.shape)?;
+        let mut items = Vec::new();
+        for subject in subjects {
+            owned.queue(subject, workload.shape)?;
+            let watch = Stopwatch::start(device)?;
+            owned.queue(subject, workload.shape)?;
+            let launches = (LEAST_MS / watch.stop()?.max(1e-3)).ceil().clamp(1.0, 64.0) as usize;
+            let graph = Graph::record(device, || (0..launches).try_for_each(|_| owned.queue(subject, workload.shape)))?;
+            items.push((subject, graph, launches));
+        }
+        Ok(Self { items, device: Arc::clone(device), saved_bytes, _owned: owned })
+    }
+
+    /// Bytes kept from forward to backward, metadata apart.
+    pub fn saved_bytes(&self) -> usize {
+        self.saved_bytes
+    }
+
+    /// What is timed, in order.
+    pub fn subjects(&self) -> impl Iterator<Item = Subject> + use<'_> {
+        self.items.iter().map(|(subject, ..)| *subject)
+    }
+
+    /// The time of one run of a subject in ms, over `replays` replays; none if it is not recorded.
+    ///
+    /// # Errors
+    /// A device that fails.
+    pub fn time(&mut self, subject: Subject, replays: usize) -> Result<Option<f64>> {
+        let Some((_, graph, launches)) = self.items.iter().find(|(other, ..)| *other == subject) else {
+            return Ok(None);
+        };
+        let watch = Stopwatch::start(&self.device)?;
+        for _ in 0..replays {
+            // SAFETY: every buffer that was recorded belongs to `self`, which lends none of them.
+            unsafe { graph.launch() }?;
+        }
+        Ok(Some(watch.stop()? / (replays * launches) as f64))
+    }
+
+    /// Two rounds to warm up, then `rounds` rounds, every subject in each.
+    ///
+    /// # Errors
+    /// A device that fails.
+    pub fn run(&mut self, rounds: usize) -> Result<Vec<Times>> {
+        let subjects: Vec<Subject> = self.subjects().collect();
+        let mut times: Vec<Times> =
+            subjects.iter().map(|&subject| Times { subject, ms: Vec::with_capacity(rounds) }).collect();
+        for round in 0..rounds + 2 {
+            for (place, &subject) in subjects.iter().enumerate() {
+                if let Some(ms) = self.time(subject, 1)?
+                    && round >= 2
+                {
+                    times[place].ms.push(ms);
+                }
+            }
+        }
+        times.iter_mut().for_each(|times| times.ms.sort_by(f64::total_cmp));
+        Ok(times)
+    }
+}
+
+/// Copies all elements, by a kernel: a copy engine gives less than the memory does.
+fn plain_copy(device: &Device, from: &Buffer<bf16>, to: &mut Buffer<bf16>) -> Result<()> {
+    expect_len(to, from.len())?;
+    let (from_address, to_address, chunks) = (from.address(), to.address(), from.len() as u64 / 8);
+    let arguments = [Argument::of(&from_address), Argument::of(&to_address), Argument::of(&chunks)];
+    let grid = Grid { blocks: device.properties().multiprocessors * 4, threads: 512, shared_bytes: 0, cluster: 1 };
+    let kernel = device.kernel(&Variant::of(KernelName::PlainCopy))?;
+    // SAFETY: two live buffers of so many chunks, the second borrowed exclusively.
+    unsafe { kernel.launch(device, grid, &arguments) }
+}
+
+impl Owned {
+    fn queue(&mut self, subject: Subject, shape: Shape) -> Result<()> {
+        let Self { plan, routing, x, dout, square, scratch, copies, blas } = self;
+        match subject {
+            Subject::Kernel(kernel) => plan.kernel(kernel, routing, x, dout),
+            Subject::Forward => plan.forward(routing, x),
+            Subject::Backward => plan.backward(routing, x, dout),
+            Subject::Copy => {
+                let [from, to] = copies;
+                plain_copy(plan.layer().device(), from, to)
+            }
+            Subject::Square => {
+                let [a, b, c] = square;
+                let products = Batched { batch: 1, size: [SIDE; 3], a: (a, Major::K), b: (b, Major::K), c };
+                blas.as_ref().map_or(Ok(()), |blas| blas.multiply(products))
+            }
+            Subject::Vendor(kernel) => {
+                let Shape { d, n, e, .. } = shape;
+                let rows = shape.routed() / e;
+                let (wide, narrow, h, layer) = (plan.wide(), plan.narrow(), plan.h(), plan.layer());
+                let (w1, w2) = (layer.w1(), layer.w2());
+                let (size, a, b) = match kernel {
+                    KernelName::UpForward => ([rows, 2 * n, d], (wide, Major::K), (w1, Major::K)),
+                    KernelName::DownForward => ([rows, d, n], (narrow, Major::K), (w2, Major::K)),
+                    KernelName::DownBackwardActivation => ([rows, n, d], (wide, Major::K), (w2, Major::Outer)),
+                    KernelName::DownBackwardWeight => ([d, n, rows], (wide, Major::Outer), (narrow, Major::Outer)),
+                    KernelName::UpBackwardActivation => ([rows, d, 2 * n], (h, Major::K), (w1, Major::Outer)),
+                    _ => ([2 * n, d, rows], (h, Major::Outer), (wide, Major::Outer)),
+                };
+                let products = Batched { batch: e, size, a, b, c: scratch };
+                blas.as_ref().map_or(Ok(()), |blas| blas.multiply(products))
+            }
+        }
+    }
+}
