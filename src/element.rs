@@ -12,6 +12,7 @@ use half::{bf16, f16};
 use pulp::Arch;
 
 use crate::error::{Error, Result};
+use crate::routing::softmax::exponential;
 
 /// The storage types, as values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -202,6 +203,10 @@ pub trait Real:
     /// [`Real::of_stored`], to write to.
     fn of_stored_mut<S: Element>(values: &mut [S]) -> Option<&mut [Self]>;
 
+    /// e^self for a number ≤ 0: in f32 by operations that give the same bits on every machine, and on
+    /// a device.
+    fn exponential(self) -> Self;
+
     /// `product` = `left` · `right`, or += with [`Accum::Add`], by one thread, with sums kept in
     /// this type.
     ///
@@ -348,6 +353,10 @@ impl Real for f64 {
         S::as_f64_mut(values)
     }
 
+    fn exponential(self) -> Self {
+        self.exp()
+    }
+
     fn multiply(product: MatMut<'_, Self>, accumulate: Accum, left: MatRef<'_, Self>, right: MatRef<'_, Self>) {
         faer::linalg::matmul::matmul(product, accumulate, left, right, 1.0, Par::Seq);
     }
@@ -376,6 +385,10 @@ impl Real for f32 {
 
     fn of_stored_mut<S: Element>(values: &mut [S]) -> Option<&mut [Self]> {
         S::as_f32_mut(values)
+    }
+
+    fn exponential(self) -> Self {
+        exponential(self)
     }
 
     fn multiply(product: MatMut<'_, Self>, accumulate: Accum, left: MatRef<'_, Self>, right: MatRef<'_, Self>) {

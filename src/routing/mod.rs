@@ -9,6 +9,7 @@ mod grouped;
 mod metadata;
 pub mod rounding;
 pub mod scores;
+pub(crate) mod softmax;
 pub(crate) mod top_k;
 
 pub(crate) use grouped::check_bias;

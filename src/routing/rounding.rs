@@ -19,6 +19,7 @@
 
 pub mod certificate;
 mod draw;
+mod exact_sum;
 mod fault;
 mod ranking;
 mod rules;

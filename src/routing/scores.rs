@@ -17,7 +17,7 @@ use rayon::prelude::*;
 use crate::element::Real;
 use crate::error::{Error, Result};
 use crate::mutant::Mutant;
-use crate::routing::{Choice, Convention};
+use crate::routing::{Choice, Convention, softmax};
 
 /// The scores of the chosen experts by pair, t·K + rank, from `logits` (T, E).
 ///
@@ -46,7 +46,7 @@ pub fn forward<A: Real>(logits: ArrayView2<A>, choice: &Choice, convention: Conv
                         *score = p[expert.index()];
                     }
                     if convention == Convention::TopKOverSoftmaxRenormalized {
-                        let sum: A = scores.iter().copied().sum();
+                        let sum = softmax::sum(scores.iter().copied());
                         if sum > A::zero() {
                             scores.iter_mut().for_each(|score| *score = *score / sum);
                         } else {
@@ -159,18 +159,15 @@ pub fn softmax<A: Real>(logits: ArrayView2<A>) -> Result<Array2<A>> {
     Ok(p)
 }
 
-/// e^(l − max l) / Σ e^(l − max l), summed in the order given. If every l is −∞, zeros.
+/// e^(l − max l) / Σ e^(l − max l), summed as [`softmax::sum`] does. If every l is −∞, zeros.
 pub(in crate::routing) fn softmax_into<A: Real>(logits: impl Iterator<Item = A> + Clone, p: &mut [A]) {
     let largest = logits.clone().fold(A::neg_infinity(), A::max);
     if largest == A::neg_infinity() {
         p.fill(A::zero());
         return;
     }
-    let mut sum = A::zero();
-    for (p, logit) in p.iter_mut().zip(logits) {
-        *p = (logit - largest).exp();
-        sum += *p;
-    }
+    p.iter_mut().zip(logits).for_each(|(p, logit)| *p = (logit - largest).exponential());
+    let sum = softmax::sum(p.iter().copied());
     p.iter_mut().for_each(|p| *p = *p / sum);
 }
 

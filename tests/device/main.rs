@@ -10,6 +10,8 @@ mod buffers;
 mod full_size;
 mod machine;
 mod repetition;
+mod router;
+mod routing;
 mod settings;
 mod size;
 mod step;
@@ -67,13 +69,13 @@ impl Judged {
 
 /// Runs `problem` and holds every result to its bounds; the message names the kernel and the worst
 /// element.
-fn run_and_judge(engine: &GpuEngine, problem: &Problem<'_, bf16>) -> Result<(Outcome, Judged), String> {
+fn run_and_judge(engine: &dyn Engine<bf16>, problem: &Problem<'_, bf16>) -> Result<(Outcome, Judged), String> {
     let outcome = run(engine, problem, Record::Intermediates).map_err(|error| error.to_string())?;
     let judged = judge_outcome(engine, problem, &outcome)?;
     Ok((outcome, judged))
 }
 
-fn judge_outcome(engine: &GpuEngine, problem: &Problem<'_, bf16>, outcome: &Outcome) -> Result<Judged, String> {
+fn judge_outcome(engine: &dyn Engine<bf16>, problem: &Problem<'_, bf16>, outcome: &Outcome) -> Result<Judged, String> {
     let text = |error: sonicmoe::Error| error.to_string();
     let (truth, numerics) = (problem.widen(), engine.numerics());
     let mut judged = Judged::default();

@@ -6,9 +6,10 @@ use ndarray::{Array2, ArrayView1, ArrayView2, Axis};
 use rayon::prelude::*;
 
 use super::Multiples;
+use super::exact_sum::ExactSum;
 use crate::element::{Element, Real};
 use crate::error::{Error, Result};
-use crate::routing::Choice;
+use crate::routing::{Choice, softmax};
 use crate::shape::TokenId;
 
 /// What tokens that chose an expert rank by. Those that did not always rank by p, behind them.
@@ -22,7 +23,7 @@ pub enum Ranking {
 }
 
 /// (T, E) what each token ranks by at each expert: `p`, or where it chose the expert and `ranking`
-/// says so, p / Σ_topK p, the sum taken in rank order.
+/// says so, p / Σ_topK p, the sum taken by rank, in the order of a warp.
 ///
 /// Whether it chose the expert is not in the number: keys (chose it, score, −token) are compared
 /// part by part.
@@ -41,7 +42,7 @@ pub fn ranking_scores<A: Real>(p: ArrayView2<A>, choice: &Choice, ranking: Ranki
     if ranking == Ranking::Renormalized {
         let ids = choice.ids();
         scores.axis_iter_mut(Axis(0)).into_par_iter().zip(ids.axis_iter(Axis(0))).for_each(|(mut scores, chosen)| {
-            let sum: A = chosen.iter().map(|expert| scores[expert.index()]).sum();
+            let sum = softmax::sum(chosen.iter().map(|expert| scores[expert.index()]));
             // A sum of 0 has no quotients; its terms are 0 as they stand.
             if sum > A::zero() {
                 for expert in chosen {
@@ -58,7 +59,8 @@ pub(super) struct Candidates {
     pub multiples: Multiples,
     /// The first min(hi, T) tokens of the ranking.
     pub ranked: Vec<TokenId>,
-    /// Sums in f64, in ranking order, of the first lo, f and min(hi, T) scores.
+    /// Sums of the first lo, f and min(hi, T) scores, exact and rounded once to f64: no order of
+    /// summation shows, and a device may have another.
     pub sums: [f64; 3],
 }
 
@@ -87,15 +89,13 @@ pub(super) fn candidates<A: Real>(scores: ArrayView1<A>, choosers: &[TokenId], t
         ranked.append(&mut others);
     }
 
-    let mut sum = 0.0;
+    let mut sum = ExactSum::default();
     let mut sums = [0.0; 3];
-    for (rank, token) in ranked.iter().enumerate() {
-        sum += scores[token.index()].to_f64();
-        for (end, total) in [multiples.lower, multiples.frequency, ranked.len()].into_iter().zip(&mut sums) {
-            if rank < end {
-                *total = sum;
-            }
-        }
+    let mut added = 0;
+    for (end, total) in [multiples.lower, multiples.frequency, ranked.len()].into_iter().zip(&mut sums) {
+        ranked[added..end].iter().for_each(|token| sum.add(scores[token.index()].to_f64()));
+        added = end;
+        *total = sum.rounded();
     }
     Candidates { multiples, ranked, sums }
 }

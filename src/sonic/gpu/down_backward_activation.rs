@@ -62,7 +62,9 @@ pub(super) fn score_gradient(
     let (partial, out) = (ds_partial.address(), ds.address());
     let Some(b2) = layer.b2() else {
         let kernel = device.kernel(&layer.variant(KernelName::ScoreGradient))?;
-        let (rows, tiles, addend) = (to_i32("R", routed)?, to_i32("tiles of n", tiles)?, 0u64);
+        // R where the device has it: the last of the offsets.
+        let rows = routing.expert_offsets().address() + (size_of::<u32>() * routing.experts()) as u64;
+        let (tiles, addend) = (to_i32("tiles of n", tiles)?, 0u64);
         let arguments = [
             Argument::of(&partial),
             Argument::of(&addend),
@@ -71,7 +73,8 @@ pub(super) fn score_gradient(
             Argument::of(&tiles),
         ];
         let grid = Grid { blocks: to_u32("R/256", routed.div_ceil(256))?, threads: 256, shared_bytes: 0, cluster: 1 };
-        // SAFETY: live buffers of the sizes checked above; `ds` is exclusively borrowed.
+        // SAFETY: live buffers of the sizes checked above, for at least as many rows as the offsets
+        // end at; `ds` is exclusively borrowed.
         return unsafe { kernel.launch(device, grid, &arguments) };
     };
     expect_len(b2, layer.e() * layer.d())?;

@@ -20,7 +20,7 @@ use crate::sonic::cpu::{Roundings, router};
 
 use super::absence::Absence;
 use super::backward::BackwardTensors;
-use super::device::{Buffer, Device, Guards};
+use super::device::{Buffer, Device, Guards, Scalar};
 use super::forward::ForwardTensors;
 use super::layer::{Layer, Tuning, upload};
 use super::routing::DeviceRouting;
@@ -37,9 +37,9 @@ use super::routing::DeviceRouting;
 /// ```
 #[derive(Clone, Debug)]
 pub struct GpuEngine {
-    device: Arc<Device>,
-    guards: Guards,
-    tuning: Tuning,
+    pub(super) device: Arc<Device>,
+    pub(super) guards: Guards,
+    pub(super) tuning: Tuning,
 }
 
 impl GpuEngine {
@@ -246,7 +246,10 @@ impl Pass<bf16> for GpuPass<'_, '_> {
     }
 }
 
-fn host<D: Dimension>(buffer: &Buffer<bf16>, shape: impl IntoDimension<Dim = D>) -> crate::Result<Array<bf16, D>> {
+pub(super) fn host<T: Scalar, D: Dimension>(
+    buffer: &Buffer<T>,
+    shape: impl IntoDimension<Dim = D>,
+) -> crate::Result<Array<T, D>> {
     Array::from_shape_vec(shape.into_dimension(), buffer.download()?)
         .map_err(|error| Error::internal(format!("`{}` on the device: {error}", buffer.name())))
 }

@@ -13,9 +13,8 @@ use half::bf16;
 use crate::error::Result;
 use crate::shape::Shape;
 
-use super::baseline::{Batched, Blas, Major};
 use super::compile::{KernelName, Variant};
-use super::device::{Argument, Buffer, Device, Graph, Grid, Guards, Stopwatch};
+use super::device::{Argument, Blas, Buffer, Device, Entry, Factor, Graph, Grid, Guards, Product, Stopwatch};
 use super::grouped_gemm::expect_len;
 use super::plan::Plan;
 use super::routing::DeviceRouting;
@@ -175,7 +174,7 @@ struct Owned {
     /// Where the baselines write.
     scratch: Buffer<bf16>,
     copies: [Buffer<bf16>; 2],
-    blas: Option<Blas>,
+    blas: Option<Arc<Blas>>,
 }
 
 impl Measurement {
@@ -198,7 +197,7 @@ impl Measurement {
             square: [normal("A", SIDE * SIDE, 11)?, normal("B", SIDE * SIDE, 12)?, normal("C", SIDE * SIDE, 13)?],
             scratch: normal("a baseline's result", scratch, 14)?,
             copies: [normal("copied", COPY_BYTES / 2, 15)?, normal("copy", COPY_BYTES / 2, 16)?],
-            blas: Blas::new(device).ok(),
+            blas: Blas::on(device).ok(),
             plan,
             routing: on_device,
             x,
@@ -284,6 +283,45 @@ fn plain_copy(device: &Device, from: &Buffer<bf16>, to: &mut Buffer<bf16>) -> Re
     unsafe { kernel.launch(device, grid, &arguments) }
 }
 
+/// How an operand of (outer, k) lies in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Major {
+    /// (outer, k): k is contiguous.
+    K,
+    /// (k, outer).
+    Outer,
+}
+
+/// `batch` products C (m, n) = A (m, k)·B (n, k)ᵀ, all matrices one after the other.
+fn batched(
+    blas: Option<&Arc<Blas>>,
+    batch: usize,
+    [m, n, k]: [usize; 3],
+    (a, a_major): (&Buffer<bf16>, Major),
+    (b, b_major): (&Buffer<bf16>, Major),
+    c: &mut Buffer<bf16>,
+) -> Result<()> {
+    let Some(blas) = blas else { return Ok(()) };
+    for (buffer, elements) in [(a, m * k), (b, n * k), (&*c, m * n)] {
+        if buffer.len() < batch * elements {
+            expect_len(buffer, batch * elements)?;
+        }
+    }
+    let left = match a_major {
+        Major::K => Factor { address: a.address(), stride: k, transposed: false },
+        Major::Outer => Factor { address: a.address(), stride: m, transposed: true },
+    };
+    let right = match b_major {
+        Major::K => Factor { address: b.address(), stride: k, transposed: true },
+        Major::Outer => Factor { address: b.address(), stride: n, transposed: false },
+    };
+    let (product, entry, accumulate) = (c.address(), Entry::Bf16, false);
+    let product = Product { left, right, product, entry, accumulate, rows: m, columns: n, inner: k, batch };
+    // SAFETY: live buffers of this device that hold the matrices (checked above); `c` is borrowed
+    // exclusively.
+    unsafe { blas.multiply(product) }
+}
+
 impl Owned {
     fn queue(&mut self, subject: Subject, shape: Shape) -> Result<()> {
         let Self { plan, routing, x, dout, square, scratch, copies, blas } = self;
@@ -297,8 +335,7 @@ impl Owned {
             }
             Subject::Square => {
                 let [a, b, c] = square;
-                let products = Batched { batch: 1, size: [SIDE; 3], a: (a, Major::K), b: (b, Major::K), c };
-                blas.as_ref().map_or(Ok(()), |blas| blas.multiply(products))
+                batched(blas.as_ref(), 1, [SIDE; 3], (a, Major::K), (b, Major::K), c)
             }
             Subject::Vendor(kernel) => {
                 let Shape { d, n, e, .. } = shape;
@@ -313,8 +350,7 @@ impl Owned {
                     KernelName::UpBackwardActivation => ([rows, d, 2 * n], (h, Major::K), (w1, Major::Outer)),
                     _ => ([2 * n, d, rows], (h, Major::Outer), (wide, Major::Outer)),
                 };
-                let products = Batched { batch: e, size, a, b, c: scratch };
-                blas.as_ref().map_or(Ok(()), |blas| blas.multiply(products))
+                batched(blas.as_ref(), e, size, a, b, scratch)
             }
         }
     }

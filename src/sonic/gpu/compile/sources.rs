@@ -21,6 +21,9 @@ pub const HEADERS: &[Source] = &[
     source!("chunk.cuh"),
     source!("column_sum.cuh"),
     source!("combine.cuh"),
+    source!("lanes.cuh"),
+    source!("pair_sort.cuh"),
+    source!("ranking.cuh"),
     source!("sm90/barrier.cuh"),
     source!("sm90/copy.cuh"),
     source!("sm90/gemm_config.cuh"),
@@ -36,6 +39,7 @@ pub const HEADERS: &[Source] = &[
     source!("sm90/weight_gemm.cuh"),
     source!("sm90/wgmma.cuh"),
     source!("witness/ball.cuh"),
+    source!("softmax.cuh"),
 ];
 
 macro_rules! kernels {
@@ -70,6 +74,28 @@ macro_rules! kernels {
 }
 
 kernels! {
+    /// The K best experts of every token, and their scores.
+    TopK = "top_k",
+    /// The counting sort of the pairs, step 1.
+    RoutingHistogram = "routing_histogram",
+    /// Step 2.
+    RoutingPrefix = "routing_prefix",
+    /// Step 3: the routing.
+    RoutingRows = "routing_rows",
+    /// Token rounding: every expert's ranking.
+    RoundingKeys = "rounding_keys",
+    /// Sums of ranking scores, for the rule by scores.
+    RoundingSums = "rounding_sums",
+    /// Down or up.
+    RoundingDecision = "rounding_decision",
+    /// The rows of each expert.
+    RoundingRows = "rounding_rows",
+    /// Where each token's pairs begin.
+    RoundingTokens = "rounding_tokens",
+    /// The rows of each token.
+    RoundingPairs = "rounding_pairs",
+    /// The scores of the pairs that are left.
+    RoundingScores = "rounding_scores",
     /// Kernel 1: h and a.
     UpForward = "up_forward",
     /// Kernel 2: y.
@@ -104,6 +130,12 @@ kernels! {
     PlainCopy = "plain_copy",
     /// None of the method: random data for measurements and proofs.
     RandomNormal = "random_normal",
+    /// dlogits, and their bf16 parts.
+    LogitGradient = "logit_gradient",
+    /// dW_r from its three parts.
+    RouterWeightGradient = "router_weight_gradient",
+    /// db_r.
+    RouterBiasGradient = "router_bias_gradient",
     /// None of the method: it stalls, so that the report of a stall can be tried.
     Stall = "stall",
 }

@@ -68,6 +68,20 @@ impl Variant {
         Self::of(KernelName::WitnessProduct).with("SONIC_WITNESS", what)
     }
 
+    /// The choice of experts among so many.
+    pub fn top_k(experts: usize) -> Self {
+        // Chunks of 128 experts that the lanes of a warp hold; 0: read again in every pass.
+        Self::of(KernelName::TopK).with(
+            "SONIC_CHUNKS",
+            match experts {
+                0..=128 => 1,
+                129..=256 => 2,
+                257..=512 => 4,
+                _ => 0,
+            },
+        )
+    }
+
     /// The same with one more constant, for tile settings other than a kernel's own.
     pub fn with(mut self, constant: &'static str, value: u32) -> Self {
         self.constants.insert(constant, value);
@@ -88,6 +102,7 @@ impl Variant {
                     Activation::WITH_KERNELS.into_iter().map(Self::down_backward_activation).collect()
                 }
                 KernelName::WitnessProduct => (0..3).map(Self::witness_product).collect(),
+                KernelName::TopK => [128, 256, 512, 513].map(Self::top_k).to_vec(),
                 _ => vec![Self::of(kernel)],
             })
             .collect()

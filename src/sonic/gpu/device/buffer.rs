@@ -190,6 +190,20 @@ impl<T: Scalar> Buffer<T> {
         Ok(())
     }
 
+    /// Queues filling every byte of the elements.
+    ///
+    /// # Errors
+    /// A device that fails.
+    pub(in crate::sonic::gpu) fn fill(&mut self, byte: u8) -> crate::Result<()> {
+        if self.is_empty() {
+            return Ok(());
+        }
+        let _turn = self.device.turn()?;
+        // SAFETY: the payload is allocated on this stream, and exclusively borrowed.
+        unsafe { result::memset_d8_async(self.address(), byte, self.payload_bytes(), self.device.stream().cu_stream()) }
+            .map_err(|error| self.failed(error))
+    }
+
     /// Compares the red zones with what was laid there, byte by byte; without red zones there is
     /// nothing to compare.
     ///

@@ -1,5 +1,6 @@
 //! The border to CUDA: what the machine has, device memory, loaded kernels, launches and waits.
 
+mod blas;
 mod buffer;
 mod context;
 mod graph;
@@ -9,6 +10,7 @@ pub mod probe;
 mod status;
 mod tensor_map;
 
+pub use blas::{Blas, Entry, Factor, Product};
 pub use buffer::{Buffer, Guards, Scalar};
 pub use context::Device;
 pub use graph::{Graph, Stopwatch};

@@ -1,0 +1,78 @@
+//! The K best experts of every token, and their scores.
+
+use half::bf16;
+
+use super::choice::ChoicePlan;
+use super::compile::Variant;
+use super::device::{Argument, Buffer, Device, Grid};
+use super::grouped_gemm::{expect_len, to_u32};
+use crate::error::Error;
+use crate::routing::Convention;
+
+/// Tokens of a block, a warp each.
+pub(super) const TOKENS_PER_BLOCK: usize = 8;
+
+/// What the kernel writes.
+pub(super) struct TopK<'a> {
+    /// (T, K).
+    pub choice: &'a mut Buffer<u32>,
+    /// (T, K).
+    pub pair_scores: &'a mut Buffer<f32>,
+    /// (T, 4), where a probability is needed.
+    pub token_softmax: Option<&'a mut Buffer<f32>>,
+    /// 64 bits, all ones before.
+    pub status: &'a mut Buffer<u32>,
+}
+
+/// A warp for each token.
+pub(super) fn token_grid(tokens: usize) -> crate::Result<Grid> {
+    let blocks = to_u32("T/8", tokens.div_ceil(TOKENS_PER_BLOCK))?;
+    Ok(Grid { blocks, threads: 32 * TOKENS_PER_BLOCK as u32, shared_bytes: 0, cluster: 1 })
+}
+
+/// Choice and scores from the logits (T, E), to which `bias` (E) is added where they lie.
+pub(super) fn top_k(
+    device: &Device,
+    plan: &ChoicePlan,
+    logits: &mut Buffer<f32>,
+    bias: Option<&Buffer<bf16>>,
+    results: TopK<'_>,
+) -> crate::Result<()> {
+    let ChoicePlan { tokens, experts, k, convention, .. } = *plan;
+    let TopK { choice, pair_scores, token_softmax, status } = results;
+    expect_len(logits, tokens * experts)?;
+    expect_len(choice, tokens * k)?;
+    expect_len(pair_scores, tokens * k)?;
+    expect_len(status, 2)?;
+    if let Some(bias) = bias {
+        expect_len(bias, experts)?;
+    }
+    let softmax = match &token_softmax {
+        Some(softmax) => {
+            expect_len(softmax, 4 * tokens)?;
+            softmax.address()
+        }
+        None => 0,
+    };
+    // The numbers of kernels/top_k.cu.
+    let convention = match convention {
+        Convention::SoftmaxOverTopK => 0u32,
+        Convention::TopKOverSoftmax => 1,
+        Convention::TopKOverSoftmaxRenormalized => 2,
+        Convention::GroupedSigmoid(_) => return Err(Error::internal("a grouped router has no kernel")),
+    };
+    let kernel = device.kernel(&Variant::top_k(experts))?;
+    let addresses = [
+        logits.address(),
+        bias.map_or(0, Buffer::address),
+        choice.address(),
+        pair_scores.address(),
+        softmax,
+        status.address(),
+    ];
+    let sizes = [to_u32("T", tokens)?, to_u32("E", experts)?, to_u32("K", k)?, convention];
+    let arguments: Vec<_> = addresses.iter().map(Argument::of).chain(sizes.iter().map(Argument::of)).collect();
+    // SAFETY: live buffers of the sizes checked above, exclusively borrowed where they are written;
+    // address 0 where the kernel looks for none.
+    unsafe { kernel.launch(device, token_grid(tokens)?, &arguments) }
+}
