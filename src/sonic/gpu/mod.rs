@@ -9,6 +9,8 @@
 //!   [`Absence`], with its reason, and never a panic.
 //! * **Three layers.** `device::kernel` launches what it is given (unsafe); one file per kernel,
 //!   named as in the paper, checks every size and launches; [`GpuEngine`] is the safe surface.
+//! * **The router too.** [`RoutedEngine`] and [`DeviceRouter`] choose, score, sort and round tokens on
+//!   the device; R may be known to nobody else. [`GpuEngine`] alone has the host do it.
 //! * **No hang.** Waits inside a kernel are bounded and say who waited; the host polls, and gives a
 //!   device up that does not answer.
 //! * **Guards.** Red zones, poison and fingerprints of the inputs are a value,
