@@ -21,7 +21,8 @@ pub(in crate::routing) fn sum<A: Real>(values: impl Iterator<Item = A>) -> A {
     let mut half = LANES / 2;
     while half > 0 {
         for lane in 0..half {
-            lanes[lane] = lanes[lane] + lanes[lane + half];
+            let other = lanes[lane + half];
+            lanes[lane] += other;
         }
         half /= 2;
     }
