@@ -6,10 +6,10 @@
 //! | step | bound |
 //! | --- | --- |
 //! | dot product of m terms, any order | γ_m Σ(\|a\| + E_a)(\|b\| + E_b) + Σ(E_a\|b\| + \|a\|E_b + E_aE_b) |
-//! | store to a type of roundoff u_S | E += max(u_S(\|v\| + E), η), η half its smallest subnormal |
+//! | store to a type of roundoff u_S | E += max(u_S·2^⌊log₂(\|v\| + E)⌋, η), η half its smallest subnormal |
 //! | f(v) | \|f′\|E + ½ sup\|f″\| E², plus the evaluation; at a kink within reach the whole jump |
 //! | scores | the largest and smallest softmax of logits within E_l |
-//! | dlogits | E_s\|g − Σgs\| + s(E_g + Σ(E_g s + \|g\|E_s)) and second-order terms |
+//! | dlogits | E_s\|g − Σgs\| + s(\|1 − s\|E_g + Σ_others E_g s + Σ\|g\|E_s) and second-order terms |
 //!
 //! A bias counts as a term of its dot product. The f64 evaluation of the truth is one more roundoff
 //! in each step, so the bound holds against the truth as computed. Where a number may leave its

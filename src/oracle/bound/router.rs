@@ -1,7 +1,7 @@
 //! The router: logits, scores by convention, their gradients.
 
 use super::Model;
-use super::ball::{Arithmetic, Ball, Measure};
+use super::ball::{Arithmetic, Ball, Measure, known};
 use super::grouped;
 use super::matrix::{Balls, Balls1, Balls2};
 use crate::problem::Router;
@@ -94,10 +94,12 @@ pub(crate) fn dlogits(
             Convention::TopKOverSoftmax => {
                 let p = stored_softmax(arithmetic, &all(logits, token));
                 let mut gradient = vec![Ball::default(); p.len()];
-                for (&pair, &g) in pairs.iter().zip(&g) {
-                    gradient[model.expert_of_pair(pair)] = g;
+                let experts: Vec<usize> = pairs.iter().map(|&pair| model.expert_of_pair(pair)).collect();
+                for (&expert, &g) in experts.iter().zip(&g) {
+                    gradient[expert] = g;
                 }
-                for (expert, ball) in scattered_backward(arithmetic, &p, &gradient, pairs.len()).enumerate() {
+                let gradients = scattered_backward(arithmetic, &p, &gradient, &experts);
+                for (expert, ball) in gradients.into_iter().enumerate() {
                     set(expert, ball);
                 }
             }
@@ -213,16 +215,34 @@ fn softmax(arithmetic: &Arithmetic, logits: &[Ball]) -> Vec<Ball> {
 
 /// s(g − Σgs) over the chosen, each operation rounded in the accumulator.
 fn softmax_backward(arithmetic: &Arithmetic, s: &[Ball], g: &[Ball]) -> Vec<Ball> {
-    let mean = arithmetic.dot(g.iter().copied().zip(s.iter().copied()), s.len());
-    s.iter().zip(g).map(|(&s, &g)| arithmetic.multiply(s, subtract(arithmetic, g, mean))).collect()
+    let chosen: Vec<usize> = (0..s.len()).collect();
+    scattered_backward(arithmetic, s, g, &chosen)
 }
 
-/// p(ĝ − Σĝp) over all experts, where ĝ is 0 but for `chosen` of them.
-fn scattered_backward(arithmetic: &Arithmetic, p: &[Ball], g: &[Ball], chosen: usize) -> impl Iterator<Item = Ball> {
-    let mean = arithmetic.dot(g.iter().copied().zip(p.iter().copied()), chosen);
-    let gradient: Vec<Ball> =
-        p.iter().zip(g).map(|(&p, &g)| arithmetic.multiply(p, subtract(arithmetic, g, mean))).collect();
-    gradient.into_iter()
+/// p(ĝ − Σĝp) over all experts, where ĝ is 0 but for the `chosen`.
+///
+/// ĝ_i stands before the sum and in it. An engine has (p_j + δ_j)(ĝ_j + ε_j) in the sum, so that
+///
+/// ```text
+/// error of ĝ_i − Σĝp  =  (1 − p_i − δ_i) ε_i − Σ_{j≠i} (p_j + δ_j) ε_j − Σ_j δ_j ĝ_j
+/// ```
+///
+/// and E_ĝ counts |1 − p_i| + E_p times: with two equal scores half as often as 1 + p_i times.
+fn scattered_backward(arithmetic: &Arithmetic, p: &[Ball], g: &[Ball], chosen: &[usize]) -> Vec<Ball> {
+    let terms: Vec<Ball> = chosen.iter().map(|&j| arithmetic.product(g[j], p[j])).collect();
+    let sum = arithmetic.sum(&arithmetic.accumulate, terms.iter().map(|term| Ball::exact(term.mid)), 0);
+    let magnitude = terms.iter().map(|term| term.magnitude()).sum();
+    let square = terms.iter().map(|term| term.mid * term.mid).sum();
+    let mean = arithmetic.summed(&arithmetic.accumulate, sum, magnitude, square, chosen.len());
+    let of_expert = |i: usize| {
+        let others = chosen.iter().zip(&terms).filter(|&(&j, _)| j != i);
+        let from_others = others.fold(mean.rad, |rad, (_, term)| arithmetic.join(rad, term.rad));
+        let from_g = ((1.0 - p[i].mid).abs() + p[i].rad) * g[i].rad;
+        let own = arithmetic.join(from_g, p[i].rad * g[i].mid.abs());
+        let rad = known(arithmetic.join(from_others, own));
+        arithmetic.multiply(p[i], arithmetic.operation(Ball { mid: g[i].mid - mean.mid, rad }))
+    };
+    (0..p.len()).map(of_expert).collect()
 }
 
 /// The gradient of p / Σp. An engine may use s(g − Σgs) on the chosen, or go op by op: g/S, −Σ g·(s/S),
@@ -237,7 +257,8 @@ fn renormalized_backward(arithmetic: &Arithmetic, p: &[Ball], experts: &[usize],
     for (&expert, &g) in experts.iter().zip(g) {
         dp[expert] = store(subtract(arithmetic, store(divide(arithmetic, g, total)), shift));
     }
-    let mut dlogits: Vec<Ball> = scattered_backward(arithmetic, p, &dp, experts.len())
+    let mut dlogits: Vec<Ball> = scattered_backward(arithmetic, p, &dp, experts)
+        .into_iter()
         .map(|by_operation| Ball { mid: 0.0, ..by_operation })
         .collect();
     for (&expert, direct) in experts.iter().zip(softmax_backward(arithmetic, s, g)) {
