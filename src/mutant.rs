@@ -42,6 +42,8 @@ pub enum Class {
     Biases,
     /// The softmax of the router.
     Softmax,
+    /// A router of sigmoids, groups, and a bias that only chooses.
+    Groups,
     /// Where and how often numbers are rounded.
     Precision,
     /// A gradient with a part missing or twice.
@@ -131,6 +133,13 @@ mutants! {
         SlopeWithoutTail "σ for silu′" "the derivative of silu is σ, without 1 + gate(1 − σ)",
         UpWithoutActivation "dup without σ" "dup = dA·gate instead of dA·silu(gate)",
         GateWithoutUp "dgate without up" "dgate = dA·silu′(gate), without up",
+        GateUnclamped "gate not clamped" "gpt-oss's gate goes beyond 7",
+        GateClampedBelow "gate clamped below" "gpt-oss's gate is clamped at −7 as up is",
+        UpUnclamped "up not clamped" "gpt-oss's up goes beyond ±7",
+        UpClampedAbove "up clamped above only" "gpt-oss's up goes below −7",
+        GradientBeyondClamp "gradient beyond the clamps" "gpt-oss's gradients pass beyond the clamps as inside",
+        UpNotLifted "up + 1 without 1" "gpt-oss's gate is multiplied with up, not with up + 1",
+        SteepnessMissing "1.702 left out" "gpt-oss's gate goes through σ(gate), not σ(1.702·gate)",
     }
     Scores {
         ScoresSwapped "scores swapped" "two pairs of one token have each other's scores in the sum of o",
@@ -154,6 +163,16 @@ mutants! {
         SoftmaxWithoutSum "softmax without its sum" "dlogits = s·g instead of s(g − Σgs)",
         RawProbabilities "softmax over all E" "scores are probabilities over all experts, not over the chosen",
         Renormalized "top-K over softmax, renormalised" "scores by another formula of the same function",
+    }
+    Groups {
+        BiasInWeights "bias in the weights" "scores are of σ(l) + bias, which is for the choice",
+        BiasNotChoosing "bias not in the choice" "experts are chosen by σ(l), without the bias",
+        GroupOfOne "group of its best" "a group stands by its best expert, not by its two best",
+        GroupsIgnored "all groups stay" "experts are chosen from all groups",
+        FactorMissing "factor left out" "scores are not multiplied with the scaling factor",
+        RenormalizationMissing "renormalisation left out" "scores are p in the place of p/Σp",
+        SigmoidSlopeMissing "σ′ left out" "dlogits = dp, without p(1 − p)",
+        TotalHeldFixed "Σp held fixed" "dp of p/Σp leaves out that of Σp",
     }
     Precision {
         StorageSumOfO "sum of o in storage type" "kernel 3 rounds every partial sum to the tensors' type",
@@ -184,6 +203,7 @@ mutants! {
     }
     TopK {
         TieToLargerId "tie to the larger id" "of equal logits the larger expert id is chosen",
+        GroupTieToLargerId "tie to the larger group" "of equal groups, and of equal experts in them, the larger id is chosen",
     }
     TokenRounding {
         OneTileOff "one tile off" "an expert keeps the other multiple of M than its rule says",
@@ -203,6 +223,10 @@ impl Mutant {
         let convention = match problem.gating() {
             Gating::Router(router) => Some(router.convention),
             Gating::Given { .. } => None,
+        };
+        let grouped = match convention {
+            Some(Convention::GroupedSigmoid(router)) => Some(router),
+            _ => None,
         };
         let sums_several = routing.routed() > routing.tokens();
         let unless = |fault: bool, reason: &'static str| (!fault).then_some(reason);
@@ -230,6 +254,15 @@ impl Mutant {
             Self::GeluForSilu | Self::SlopeWithoutTail | Self::UpWithoutActivation | Self::GateWithoutUp => {
                 unless(problem.activation() == Activation::SwiGlu, "the activation is not SwiGLU")
             }
+            Self::GateUnclamped
+            | Self::GateClampedBelow
+            | Self::UpUnclamped
+            | Self::UpClampedAbove
+            | Self::GradientBeyondClamp
+            | Self::UpNotLifted
+            | Self::SteepnessMissing => {
+                unless(problem.activation() == Activation::GptOss, "the activation is not gpt-oss's")
+            }
             Self::ScoresSwapped | Self::DsSwapped => unless(sums_several, "no token has two pairs"),
             Self::StorageSumOfO => unless(sums_several, "no sum has two terms"),
             Self::B1Missing | Self::B2Missing | Self::B2Unweighted | Self::B2MissingInDs | Self::Db2Unweighted => {
@@ -245,7 +278,19 @@ impl Mutant {
             },
             // p_i / Σ_C p = (e^{l_i}/Z) / (Σ_C e^l / Z) = e^{l_i} / Σ_C e^l.
             Self::Renormalized => Some("p / Σ p over the chosen is the softmax over the chosen"),
-            Self::TieToLargerId => Some("logits of random data do not tie"),
+            Self::BiasInWeights | Self::BiasNotChoosing => match problem.gating() {
+                Gating::Router(router) => unless(router.selection_bias.is_some(), "the choice has no bias"),
+                Gating::Given { .. } => Some("the routing is given"),
+            },
+            Self::GroupOfOne | Self::GroupsIgnored => {
+                unless(grouped.is_some_and(|router| router.kept < router.groups), "every group stays")
+            }
+            Self::FactorMissing => unless(grouped.is_some_and(|router| router.factor != 1.0), "there is no factor"),
+            Self::RenormalizationMissing | Self::TotalHeldFixed => {
+                unless(grouped.is_some_and(|router| router.renormalized), "no score is p/Σp of sigmoids")
+            }
+            Self::SigmoidSlopeMissing => unless(grouped.is_some(), "the router has no sigmoids"),
+            Self::TieToLargerId | Self::GroupTieToLargerId => Some("logits of random data do not tie"),
             Self::OneTileOff | Self::WrongTokenDropped | Self::NotMultiple | Self::RankingScores => {
                 Some("the layer takes its routing from elsewhere")
             }

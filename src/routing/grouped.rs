@@ -21,6 +21,7 @@ use super::scores::check_row;
 use super::top_k::check_sizes;
 use crate::element::Real;
 use crate::error::{Error, Result};
+use crate::mutant::Mutant;
 use crate::shape::ExpertId;
 
 /// What keeps a sum of probabilities from being 0.
@@ -141,12 +142,24 @@ pub fn grouped_top_k<A: Real>(
     k: usize,
     router: &GroupedSigmoid,
 ) -> Result<Choice> {
+    mutated(logits, bias, k, router, None)
+}
+
+/// [`grouped_top_k`] with a planted bug.
+pub(crate) fn mutated<A: Real>(
+    logits: ArrayView2<A>,
+    bias: Option<ArrayView1<A>>,
+    k: usize,
+    router: &GroupedSigmoid,
+    mutant: Option<Mutant>,
+) -> Result<Choice> {
     let (tokens, experts) = logits.dim();
     check_sizes(tokens, experts, k)?;
     router.check(experts, k)?;
     if let Some(bias) = bias {
         check_bias(bias, experts)?;
     }
+    let bias = if mutant == Some(Mutant::BiasNotChoosing) { None } else { bias };
     let mut ids = Array2::from_elem((tokens, k), ExpertId::default());
     let failure = ids
         .outer_iter_mut()
@@ -160,7 +173,7 @@ pub fn grouped_top_k<A: Real>(
             let rank: Vec<A> = (0..experts)
                 .map(|expert| sigmoid(row[expert]).0 + bias.map_or(A::zero(), |bias| bias[expert]))
                 .collect();
-            for (place, expert) in best_inside_groups(&rank, k, router).into_iter().enumerate() {
+            for (place, expert) in best_inside_groups(&rank, k, router, mutant).into_iter().enumerate() {
                 chosen[place] = ExpertId(expert as u32);
             }
             None
@@ -183,7 +196,7 @@ pub(crate) fn check_bias<A: Real>(bias: ArrayView1<A>, experts: usize) -> Result
 }
 
 /// The K best of one token, best first.
-fn best_inside_groups<A: Real>(c: &[A], k: usize, router: &GroupedSigmoid) -> Vec<usize> {
+fn best_inside_groups<A: Real>(c: &[A], k: usize, router: &GroupedSigmoid, mutant: Option<Mutant>) -> Vec<usize> {
     let size = c.len() / router.groups;
     let scores: Vec<A> = c
         .chunks_exact(size)
@@ -196,19 +209,22 @@ fn best_inside_groups<A: Real>(c: &[A], k: usize, router: &GroupedSigmoid) -> Ve
                     second = value;
                 }
             }
-            first + second
+            if mutant == Some(Mutant::GroupOfOne) { first } else { first + second }
         })
         .collect();
-    let groups = descending(0..router.groups, &scores, router.kept);
-    descending(groups.into_iter().flat_map(|group| group * size..(group + 1) * size), c, k)
+    let kept = if mutant == Some(Mutant::GroupsIgnored) { router.groups } else { router.kept };
+    let larger_id = mutant == Some(Mutant::GroupTieToLargerId);
+    let groups = descending(0..router.groups, &scores, kept, larger_id);
+    descending(groups.into_iter().flat_map(|group| group * size..(group + 1) * size), c, k, larger_id)
 }
 
-/// The `count` ids of largest value: larger first, then the smaller id.
-fn descending<A: Real>(ids: impl Iterator<Item = usize>, values: &[A], count: usize) -> Vec<usize> {
+/// The `count` ids of largest value: larger first, then the smaller id, or with a planted bug the larger.
+fn descending<A: Real>(ids: impl Iterator<Item = usize>, values: &[A], count: usize, larger_id: bool) -> Vec<usize> {
     let mut ids: Vec<usize> = ids.collect();
     // Values are numbers.
     ids.sort_unstable_by(|&a, &b| {
-        values[b].partial_cmp(&values[a]).unwrap_or(std::cmp::Ordering::Equal).then(a.cmp(&b))
+        let by_id = if larger_id { b.cmp(&a) } else { a.cmp(&b) };
+        values[b].partial_cmp(&values[a]).unwrap_or(std::cmp::Ordering::Equal).then(by_id)
     });
     ids.truncate(count);
     ids

@@ -5,7 +5,7 @@
 //! [`Convention`] or from the caller.
 
 pub mod certificate;
-mod grouped;
+pub(crate) mod grouped;
 mod metadata;
 pub mod rounding;
 pub mod scores;

@@ -19,13 +19,15 @@ pub use comparator::{Comparator, Compared};
 pub use oracle::Oracle;
 use oracle::{Judge, Storage};
 
+use crate::activation::Activation;
 use crate::case::{Case, Load, Pairing, Scale};
 use crate::element::Element;
 use crate::engine::{Engine, Outcome, Output, Record, run};
 use crate::error::{Error, Result};
 use crate::mutant::{Class, Mutant};
 use crate::oracle::exact;
-use crate::routing::Convention;
+use crate::problem::{Biases, Problem};
+use crate::routing::{Convention, GroupedSigmoid};
 use crate::shape::Shape;
 use crate::sonic::cpu::{CpuEngine, RoundingPoint, Roundings};
 
@@ -40,13 +42,18 @@ pub enum Regime {
     SmallWithBiases,
     /// Every sum exact, biases, given scores: of 1/2 and 1, and of 9 to 12 bits.
     Exact,
+    /// gpt-oss's activation, with one pre-activation in twelve beyond its clamps.
+    Clamped,
+    /// DeepSeek-V3's router: sigmoids, half of the groups, a bias that only chooses, a factor.
+    Grouped,
     /// Logits that tie, and their token rounding: no layer, the routing alone.
     Routing,
 }
 
 impl Regime {
     /// Every regime.
-    pub const ALL: [Self; 5] = [Self::Unit, Self::Small, Self::SmallWithBiases, Self::Exact, Self::Routing];
+    pub const ALL: [Self; 7] =
+        [Self::Unit, Self::Small, Self::SmallWithBiases, Self::Exact, Self::Clamped, Self::Grouped, Self::Routing];
 
     /// The name in reports.
     pub fn name(self) -> &'static str {
@@ -55,6 +62,8 @@ impl Regime {
             Self::Small => "small",
             Self::SmallWithBiases => "small, biases",
             Self::Exact => "exact",
+            Self::Clamped => "gpt-oss",
+            Self::Grouped => "DeepSeek-V3",
             Self::Routing => "routing",
         }
     }
@@ -66,6 +75,8 @@ impl Regime {
             Self::Small => 's',
             Self::SmallWithBiases => 'b',
             Self::Exact => 'x',
+            Self::Clamped => 'g',
+            Self::Grouped => 'd',
             Self::Routing => 'r',
         }
     }
@@ -84,9 +95,43 @@ impl Regime {
                 let exact = case.with_biases().with_pairing(Pairing::TopK);
                 [Scale::Exact, Scale::ExactFineScores].map(|scale| Case { scale, ..exact.clone() }).to_vec()
             }
+            Self::Clamped => vec![case.with_biases().with_activation(Activation::GptOss)],
+            Self::Grouped => {
+                let (shape, router) = groups_of(shape);
+                let load = Load::Without(vec![shape.e as u32 - 1]);
+                let pairing = Pairing::Router { convention: Convention::GroupedSigmoid(router), load };
+                vec![Case { shape, ..case.with_biases() }.with_pairing(pairing)]
+            }
             Self::Routing => Vec::new(),
         }
     }
+
+    /// The problem of a case of this regime.
+    fn problem(self, case: &Case) -> Result<Problem<'static, Storage>> {
+        let drawn = case.problem::<Storage>()?;
+        if self != Self::Clamped {
+            return Ok(drawn);
+        }
+        // Pre-activations of deviation 4: P(|h| > 7) = 0.08.
+        let times_four = |value: Storage| Storage::from_f64(4.0 * Element::to_f64(value));
+        Problem::new(
+            drawn.x().to_owned(),
+            drawn.w1().mapv(times_four),
+            drawn.w2().to_owned(),
+            drawn.biases().map(|biases| Biases { b1: biases.b1.to_owned().into(), b2: biases.b2.to_owned().into() }),
+            drawn.gating().clone(),
+            drawn.activation(),
+            drawn.dout().to_owned(),
+        )
+    }
+}
+
+/// Four groups, of which two stay, for a layer of about E experts; more experts where fewer would leave K
+/// no choice.
+pub(in crate::score) fn groups_of(shape: Shape) -> (Shape, GroupedSigmoid) {
+    let (groups, kept) = (4, 2);
+    let size = shape.e.div_ceil(groups).max(shape.k.div_ceil(kept)).max(2);
+    (Shape { e: groups * size, ..shape }, GroupedSigmoid { groups, kept, renormalized: true, factor: 2.5 })
 }
 
 /// What became of one run.
@@ -175,7 +220,7 @@ fn fates(regime: Regime, shape: Shape, seed: u64) -> Result<Vec<(Option<Mutant>,
     }
     let mut fates: BTreeMap<Option<Mutant>, Fate> = BTreeMap::new();
     for case in regime.cases(shape, seed) {
-        for (mutant, fate) in fates_of_case(&case, everyone())? {
+        for (mutant, fate) in fates_of_case(regime, &case, everyone())? {
             match fates.get_mut(&mutant) {
                 None => _ = fates.insert(mutant, fate),
                 Some(before) => {
@@ -189,8 +234,8 @@ fn fates(regime: Regime, shape: Shape, seed: u64) -> Result<Vec<(Option<Mutant>,
     Ok(fates.into_iter().collect())
 }
 
-fn fates_of_case(case: &Case, everyone: Vec<Option<Mutant>>) -> Result<Vec<(Option<Mutant>, Fate)>> {
-    let problem = case.problem::<Storage>()?;
+fn fates_of_case(regime: Regime, case: &Case, everyone: Vec<Option<Mutant>>) -> Result<Vec<(Option<Mutant>, Fate)>> {
+    let problem = regime.problem(case)?;
     let wide = problem.widen();
     let engine = CpuEngine::<f32>::new();
     let correct = run(&engine, &problem, Record::Intermediates)?;

@@ -11,8 +11,8 @@ use crate::mutant::{Class, Mutant};
 use crate::oracle::bias::Twin;
 use crate::oracle::{Bounded, bound, energy, exact, judge, kernel, statistic};
 use crate::problem::{Gating, Problem};
-use crate::routing::Routing;
-use crate::routing::certificate::certify_choice;
+use crate::routing::certificate::{certify_choice, certify_grouped_choice};
+use crate::routing::{Convention, Routing};
 use crate::verify::{empty_experts, pairless_tokens};
 
 /// One way to judge a run.
@@ -87,6 +87,7 @@ impl Oracle {
         match (mutant.class(), mutant) {
             (Class::EmptyExpert, _) => Self::Zeros,
             (Class::TopK | Class::TokenRounding, _) if mutant != Mutant::RankingScores => Self::Certificate,
+            (_, Mutant::BiasNotChoosing | Mutant::GroupOfOne | Mutant::GroupsIgnored) => Self::Certificate,
             (_, Mutant::RankingScores | Mutant::B1Missing) => Self::Bound,
             _ => Self::Kernel,
         }
@@ -181,10 +182,18 @@ impl<'p> Judge<'p> {
             return false;
         };
         let ids = Array2::from_shape_vec((self.problem.t(), router.k), outcome.routing.pair_expert().to_vec());
-        match (ids, logits.values.view().into_dimensionality()) {
-            (Ok(ids), Ok(logits)) => certify_choice::<f64>(logits, router.k, ids.view()).is_err(),
-            _ => true,
-        }
+        let (Ok(ids), Ok(logits)) = (ids, logits.values.view().into_dimensionality()) else { return true };
+        let certified = match router.convention {
+            Convention::GroupedSigmoid(groups) => {
+                let bias = router.selection_bias.as_ref().map(|bias| bias.view());
+                // σ(l) and the sum with the bias, each of the score type.
+                let unit = self.numerics.score.unit_roundoff();
+                let error = (self.numerics.function_ulps + 2.0) * unit;
+                certify_grouped_choice::<f64>(logits, bias, &groups, error, router.k, ids.view())
+            }
+            _ => certify_choice::<f64>(logits, router.k, ids.view()),
+        };
+        certified.is_err()
     }
 }
 

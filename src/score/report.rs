@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use serde_json::{Value, json};
 
-use super::{Comparator, Fate, Oracle, Regime, Score};
+use super::{Comparator, Fate, Oracle, Regime, Score, groups_of};
 use crate::mutant::Mutant;
 use crate::report::{Align, Table};
 
@@ -54,11 +54,12 @@ impl Score {
         let regimes: Vec<String> =
             Regime::ALL.iter().map(|regime| format!("{} {}", regime.letter(), regime.name())).collect();
         format!(
-            "{} planted bugs in a bf16 layer of T,d,n,E,K = {}, seed {}.\n\
+            "{} planted bugs in a bf16 layer of T,d,n,E,K = {} (E = {} with groups), seed {}.\n\
              Under a regime: the oracles of this crate that reject the run. {}; = not a fault there; – nobody.\n\
              Under a suite: the regimes in which its comparison rejects the run. {}.\n",
             self.mutants.len(),
             self.shape,
+            groups_of(self.shape).0.e,
             self.seed,
             oracles.join(", "),
             regimes.join(", "),

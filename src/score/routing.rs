@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use ndarray::Array2;
 
+use super::groups_of;
 use super::oracle::Oracle;
 use crate::case::Case;
 use crate::element::DType;
@@ -13,7 +14,10 @@ use crate::routing::rounding::certificate::certify;
 use crate::routing::rounding::scores::{KeptScores, mutated as kept_scores};
 use crate::routing::rounding::{Ranking, Rounded, TokenRounding, ranking_scores};
 use crate::routing::scores::softmax;
-use crate::routing::{certificate::certify_choice, top_k};
+use crate::routing::{
+    certificate::{certify_choice, certify_grouped_choice},
+    grouped, top_k,
+};
 use crate::shape::Shape;
 
 /// M of the token rounding.
@@ -34,6 +38,14 @@ pub(super) fn rejections(shape: Shape, seed: u64, mutant: Option<Mutant>) -> Res
     let mut rejections = BTreeSet::new();
     let certified = certify_choice(logits.view(), shape.k, choice.ids());
     let right = top_k::mutated(logits.view(), shape.k, None)?;
+
+    // Of the same sign the two best of a group tie only where both do. In f64 equal logits are all that ties.
+    let (grouped_shape, groups) = groups_of(shape);
+    let ties = self::logits(grouped_shape, seed)?.mapv(|logit| f64::from(logit.abs()));
+    let chosen = grouped::mutated(ties.view(), None, shape.k, &groups, mutant)?;
+    if certify_grouped_choice(ties.view(), None, &groups, 0.0, shape.k, chosen.ids()).is_err() {
+        rejections.insert(Oracle::Certificate);
+    }
 
     let p = softmax(logits.view())?;
     let rounding = TokenRounding::new(TILE);

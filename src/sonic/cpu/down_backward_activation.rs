@@ -77,6 +77,7 @@ pub(super) fn down_backward_activation<S: Element, A: Real>(
                     let h_row = h.read(block.rows.start + row, h_units.clone(), buffer);
                     activate_with_partials(activation, h_row, a, partials);
                     fault.partials(h_row, partials);
+                    fault.clamped(activation, h_row, a, Some(&mut *partials));
                     roundings.apply::<S, A>(RoundingPoint::RecomputedA, a);
                     roundings.apply::<S, A>(RoundingPoint::G, g);
                     sums[row] = g.iter().zip(&*a).fold(sums[row], |sum, (&g, &a)| sum + g * a);

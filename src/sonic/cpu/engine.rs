@@ -129,7 +129,7 @@ impl<S: Element, A: Real> Engine<S> for CpuEngine<A> {
         };
         let (w1, b1) = (fault.w1_of_h(problem.w1()), fault.b1_of_h(problem.b1()));
         let (b1, activation) = (b1.as_ref().map(|b1| b1.view()), fault.activation(problem.activation()));
-        let (mut h, mut a) = up_forward::<S, A>(problem.x(), w1.view(), b1, activation, &routing, roundings);
+        let (mut h, mut a) = up_forward::<S, A>(problem.x(), w1.view(), b1, activation, &routing, roundings, fault);
         fault.between(Output::H, &mut h, &routing);
         fault.between(Output::A, &mut a, &routing);
         let scores_by_row = scores_by_row(&routing, &scores);

@@ -4,6 +4,8 @@
 //!
 //! Without a mutant every function here hands on what it was given.
 
+mod clamped;
+mod grouped;
 mod written;
 
 use std::borrow::Cow;
@@ -18,7 +20,7 @@ use crate::element::{Element, Real};
 use crate::engine::Output;
 use crate::layout::GateLayout;
 use crate::mutant::{Mutant, TILE};
-use crate::routing::{Convention, Routing};
+use crate::routing::{Convention, GroupedSigmoid, Routing};
 use crate::shape::{ExpertId, TokenId};
 
 /// A run's planted bug, if it has one.
@@ -69,6 +71,12 @@ impl Fault {
             (Some(Mutant::RawProbabilities), _) => Convention::TopKOverSoftmax,
             (Some(Mutant::Renormalized), Convention::SoftmaxOverTopK) => Convention::TopKOverSoftmaxRenormalized,
             (Some(Mutant::Renormalized), Convention::TopKOverSoftmaxRenormalized) => Convention::SoftmaxOverTopK,
+            (Some(Mutant::FactorMissing), Convention::GroupedSigmoid(router)) => {
+                Convention::GroupedSigmoid(GroupedSigmoid { factor: 1.0, ..router })
+            }
+            (Some(Mutant::RenormalizationMissing), Convention::GroupedSigmoid(router)) => {
+                Convention::GroupedSigmoid(GroupedSigmoid { renormalized: false, ..router })
+            }
             _ => asked,
         }
     }

@@ -15,7 +15,7 @@ use crate::engine::{Record, RouterGradients};
 use crate::error::{Error, Result};
 use crate::mutant::Mutant;
 use crate::problem::Router;
-use crate::routing::{Choice, Convention, Routing, grouped_top_k, scores, top_k};
+use crate::routing::{Choice, Convention, Routing, grouped, scores, top_k};
 
 /// What the router hands to the layer.
 pub(in crate::sonic) struct Routed<V> {
@@ -41,15 +41,17 @@ pub(in crate::sonic) fn forward<S: Element, A: Real>(
         add_bias(sums, router.b.as_ref().map(|b| b.view()), first);
         roundings.apply::<S, A>(RoundingPoint::Logits, sums);
     });
+    let bias = router.selection_bias.as_ref().map(|bias| bias.mapv(S::Score::widen));
+    let bias = bias.as_ref().map(|bias| bias.view());
     let choice = match (choice, router.convention) {
         (Some(choice), _) => choice.clone(),
         (None, Convention::GroupedSigmoid(groups)) => {
-            let bias = router.selection_bias.as_ref().map(|bias| bias.mapv(S::Score::widen));
-            grouped_top_k(logits.view(), bias.as_ref().map(|bias| bias.view()), router.k, &groups)?
+            grouped::mutated(logits.view(), bias, router.k, &groups, fault.0)?
         }
         (None, _) => top_k::mutated(logits.view(), router.k, fault.0)?,
     };
     let mut scores = scores::forward(logits.view(), &choice, convention)?;
+    fault.router_scores(convention, logits.view(), bias, &choice, &mut scores);
     roundings.apply::<S, S::Score>(RoundingPoint::Scores, &mut scores);
     let keep = convention.backward_reads_logits() || record == Record::Intermediates;
     Ok(Routed { routing: choice.routing(), scores, logits: keep.then_some(logits) })
@@ -123,5 +125,8 @@ fn dlogits<S: Element>(
             .broadcast((tokens, experts))
             .ok_or_else(|| Error::internal("a scalar does not broadcast to (T, E)"))?,
     };
-    scores::mutated(logits, scores, &choice, fault.convention(router.convention), ds, fault.0)
+    let convention = fault.convention(router.convention);
+    let mut dlogits = scores::mutated(logits, scores, &choice, convention, ds, fault.0)?;
+    fault.router_gradient(convention, logits, &choice, ds, &mut dlogits);
+    Ok(dlogits)
 }

@@ -5,6 +5,7 @@ use rayon::prelude::*;
 
 use super::activate::activate;
 use super::blocks::{COLUMNS, blocks, row_blocks};
+use super::fault::Fault;
 use super::intermediate::Intermediate;
 use super::matmul::{Operand, Product, Scratch, Tile, add_bias, reserve};
 use super::roundings::{RoundingPoint, Roundings};
@@ -21,6 +22,7 @@ pub(super) fn up_forward<S: Element, A: Real>(
     activation: Activation,
     routing: &Routing,
     roundings: Roundings,
+    fault: Fault,
 ) -> (Intermediate<S, A>, Intermediate<S, A>) {
     let rows = routing.routed();
     let width = w1.len_of(Axis(1));
@@ -56,6 +58,7 @@ pub(super) fn up_forward<S: Element, A: Real>(
                         sums
                     };
                     activate(activation, sums, activated);
+                    fault.clamped(activation, sums, activated, None);
                     a.write(row, first / per_unit, activated);
                 });
             }
