@@ -1,5 +1,6 @@
 //! `sonicmoe check`: the results in a file against the f64 truth of the file's own inputs.
 
+mod given_scores;
 mod html;
 mod json;
 mod junit;

@@ -4,6 +4,7 @@ use std::fmt::Write;
 use std::path::Path;
 
 use super::Checked;
+use super::given_scores::needs_scores;
 use super::trial::{Judged, Trial};
 use crate::dump::{Dump, Source};
 use crate::engine::{Output, RoundingModel};
@@ -227,6 +228,8 @@ fn remarks(dump: &Dump, trial: &Trial) -> Vec<String> {
     }
     if let Some(reason) = &trial.dependent {
         lines.push(format!("bias was not judged: {reason}"));
+    } else if trial.judged.iter().any(|judged| judged.verdict() == Verdict::Vacuous && needs_scores(dump, judged)) {
+        lines.push("with `scores`, `token_idx` and `expert_idx` in the file the experts are judged by them".into());
     }
     if !dump.missing.is_empty() {
         let names: Vec<&str> = dump.missing.iter().map(|output| output.name()).collect();

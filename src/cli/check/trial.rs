@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use ndarray::ArrayD;
 
+use super::given_scores;
 use crate::dump::{Chosen, Dump, Model};
 use crate::element::DType;
 use crate::engine::{Numerics, Output, Stored};
@@ -127,6 +128,9 @@ impl Trial {
     /// last model that the file may have, because roundings of a looser model look like bias to a
     /// tighter one.
     ///
+    /// Where that lets a wrong result pass behind a router, the experts are judged again by the file's own
+    /// scores, if it has them ([`given_scores`]).
+    ///
     /// A wrong result that is within the bound still fails where the result itself is within the bound's
     /// statistical twin and the wrong one is not. The twin holds for random data only, so a result beyond it
     /// is no failure; but then nothing shows that the check could have failed.
@@ -143,6 +147,7 @@ impl Trial {
             None => Some(Twin::new(problem, routing, &loosest)?),
             Some(_) => None,
         };
+        let mut of_experts: Option<Option<Twin>> = None;
         let mut twins: Option<BTreeMap<Output, Bounded>> = None;
         for judged in self.judged.iter_mut().filter(|judged| judged.kernel.is_none()) {
             let output = judged.judgement.output;
@@ -156,6 +161,18 @@ impl Trial {
             let others = swapped.map(|swapped| ("gate and up swapped", swapped));
             let unbiased = |impostor: &Stored| Ok(biases(impostor)?.is_empty());
             judged.impostors = vacuity::passing(output, stored.dtype, bounded, others.as_slice(), unbiased)?;
+            let hidden = !judged.impostors.is_empty() && judged.biased.is_empty();
+            if hidden && twin.is_some() && given_scores::judges(output) {
+                let experts = match &mut of_experts {
+                    Some(experts) => experts,
+                    none => none.insert(given_scores::twin(dump, routing, &loosest)?),
+                };
+                if let Some(experts) = experts {
+                    judged.biased = biased(experts, output, stored, swapped)?;
+                    let unbiased = |impostor: &Stored| Ok(biased(experts, output, impostor, swapped)?.is_empty());
+                    judged.impostors = vacuity::passing(output, stored.dtype, bounded, others.as_slice(), unbiased)?;
+                }
+            }
             if judged.impostors.is_empty() {
                 continue;
             }

@@ -2,23 +2,25 @@
 
 use half::bf16;
 use ndarray::Array2;
-use sonicmoe::case::{Case, Pairing, Scale};
+use sonicmoe::case::{Case, Load, Pairing, Scale};
 use sonicmoe::dump::{Metadata, write};
 use sonicmoe::engine::{Outcome, Output, RoundingModel};
 use sonicmoe::oracle::Verdict;
 use sonicmoe::problem::{Gating, Problem};
 use sonicmoe::sonic::cpu::CpuEngine;
-use sonicmoe::{Record, run};
+use sonicmoe::{Convention, Record, run};
 
 use super::edit::{File, save};
 use super::{REAL, check};
 use crate::swapped::with_gate_and_up_swapped;
 
-/// A layer at scale 0.02, as SonicMoE's own test has it. (Behind a router the scores' shared roundings hide
-/// a gate and up swapped in dw1 and dw2 there, and `check` says so: vacuous.)
+/// A layer at scale 0.02, as SonicMoE's own test has it.
 fn small() -> Problem<'static, bf16> {
-    let case = Case::new("512,32,128,6,2".parse().unwrap()).with_pairing(Pairing::TopK);
-    case.with_scale(Scale::Small).with_seed(3).problem().unwrap()
+    case().with_pairing(Pairing::TopK).problem().unwrap()
+}
+
+fn case() -> Case {
+    Case::new("512,32,128,6,2".parse().unwrap()).with_scale(Scale::Small).with_seed(3)
 }
 
 fn cpu(problem: &Problem<'_, bf16>) -> Outcome {
@@ -42,6 +44,53 @@ fn at_scale_0_02_a_right_file_passes_and_one_with_gate_and_up_swapped_fails() {
     let swapped = check(&swapped).unwrap();
     assert_eq!(swapped.verdict, Verdict::NumericFailure, "{}", swapped.report());
     assert!(swapped.report().contains("of gate and up swapped"), "{}", swapped.report());
+}
+
+/// A router's roundings are shared by all rows of an expert, and hide there that gate and up are swapped.
+/// With the scores in the file they are judged by themselves, and are given to the experts.
+#[test]
+fn behind_a_router_at_scale_0_02_the_file_s_scores_tell_gate_from_up() {
+    for convention in [Convention::SoftmaxOverTopK, Convention::TopKOverSoftmax] {
+        let pairing = Pairing::Router { convention, load: Load::Uniform };
+        let problem: Problem<'_, bf16> = case().with_pairing(pairing).problem().unwrap();
+        let engine = CpuEngine::<f32>::new();
+        let scores = run(&engine, &problem, Record::Intermediates).unwrap().results.remove(&Output::Scores).unwrap();
+        let with_scores = |mut outcome: Outcome| {
+            outcome.results.insert(Output::Scores, scores.clone());
+            outcome
+        };
+        let checked = |name: &str, outcome: &Outcome| {
+            check(&file(&format!("{name}_{convention}"), &problem, outcome).save(&format!("{name}_{convention}")))
+                .unwrap()
+        };
+        let (right, swapped) = (cpu(&problem), with_gate_and_up_swapped(&engine, &problem));
+
+        let silent = checked("small_router_no_scores", &right);
+        assert_eq!(silent.verdict, Verdict::Vacuous, "{}", silent.report());
+        let right = checked("small_router_right", &with_scores(right));
+        assert_eq!(right.verdict, Verdict::Pass, "{}", right.report());
+        let swapped = checked("small_router_swapped", &with_scores(swapped));
+        assert_eq!(swapped.verdict, Verdict::NumericFailure, "{}", swapped.report());
+        assert!(swapped.report().contains("of gate and up swapped"), "{}", swapped.report());
+    }
+}
+
+/// Scores that are wrong are wrong, whatever the experts make of them.
+#[test]
+fn scores_that_are_wrong_fail_by_their_own_bound() {
+    let pairing = Pairing::Router { convention: Convention::SoftmaxOverTopK, load: Load::Uniform };
+    let problem: Problem<'_, bf16> = case().with_pairing(pairing).problem().unwrap();
+    let mut outcome = cpu(&problem);
+    let mut scores = run(&CpuEngine::<f32>::new(), &problem, Record::Intermediates)
+        .unwrap()
+        .results
+        .remove(&Output::Scores)
+        .unwrap();
+    scores.values[[7]] *= 1.05;
+    outcome.results.insert(Output::Scores, scores);
+    let checked = check(&file("small_router_scores", &problem, &outcome).save("small_router_scores")).unwrap();
+    assert_eq!(checked.verdict, Verdict::NumericFailure, "{}", checked.report());
+    assert!(checked.faults().iter().any(|(output, _)| *output == Output::Scores), "{}", checked.report());
 }
 
 /// Two equal tokens make equal errors: statistics judge nothing, and what only they could have seen is
