@@ -205,6 +205,22 @@ fn numbers_that_may_round_are_refused_with_their_place() {
     assert!(wide.contains("f64"), "{wide}");
 }
 
+/// relu has its kink at 0 and no gate that would have to be flat.
+#[test]
+fn a_number_that_h_cannot_hold_is_refused_in_any_row() {
+    let p = problem::<f64>(&case("20,16,24,3,1").with_activation(Activation::Relu));
+    let Gating::Given { routing, .. } = p.gating() else { panic!("the case gives its pairs") };
+    for row in [0, 9, routing.routed() - 1] {
+        let mut x = p.x().to_owned();
+        // Nine bits and more of each number; bf16 has eight.
+        x.row_mut(routing.row_token()[row].index()).mapv_inplace(|value| 257.0 * value);
+        let gating = Gating::borrowed(p.gating());
+        let off = Problem::new(x, p.w1(), p.w2(), None, gating, p.activation(), p.dout()).unwrap();
+        let error = expected(&off, DType::BF16).unwrap_err().to_string();
+        assert!(error.contains(&format!("`h` at [{row}, ")), "row {row}: {error}");
+    }
+}
+
 /// A row that was never written must not look like a right one.
 #[test]
 fn a_problem_with_a_row_of_zeros_is_refused() {

@@ -14,7 +14,7 @@ use sonicmoe::oracle::{bound, judge};
 use sonicmoe::problem::Problem;
 use sonicmoe::routing::Routing;
 use sonicmoe::sonic::cpu::CpuEngine;
-use sonicmoe::{Element, Engine, Record, run};
+use sonicmoe::{DType, Element, Engine, Record, run};
 
 use crate::swapped::with_gate_and_up_swapped;
 
@@ -77,6 +77,19 @@ proptest! {
 
     #[test]
     fn no_correct_engine_is_biased(case in any_case(LIMITS), numerics in arithmetic()) {
+        let (problem, routing) = problem_of(&case, &numerics, UNIT);
+        let results = naive(&problem, &routing, numerics, case.seed);
+        no_bias(&problem, &routing, &results, &numerics)?;
+    }
+}
+
+proptest! {
+    #![proptest_config(config(ProptestConfig::default().cases.max(20_000)))]
+
+    /// `cargo test --release --test claims biased_in_a_long_run -- --ignored`.
+    #[test]
+    #[ignore = "the long run"]
+    fn no_correct_engine_is_biased_in_a_long_run(case in any_case(LIMITS), numerics in arithmetic()) {
         let (problem, routing) = problem_of(&case, &numerics, UNIT);
         let results = naive(&problem, &routing, numerics, case.seed);
         no_bias(&problem, &routing, &results, &numerics)?;
@@ -160,6 +173,29 @@ fn one_scaled_expert_is_found_by_its_index_and_a_tile_of_columns_by_its_range() 
     let mut columns = results[&Output::O].clone();
     columns.values.slice_axis_mut(Axis(1), (16..32).into()).mapv_inplace(|value| 1.1 * value);
     assert_eq!(worst(Output::O, &columns), "columns 16..32");
+}
+
+/// What is not a rounding to the storage type may lean to one side, by its bound: an accumulator may cut off
+/// instead of rounding.
+#[test]
+fn errors_that_lean_to_one_side_within_their_systematic_bound_are_no_bias() {
+    let case = Case::new("64,32,48,3,2".parse().unwrap()).with_biases().with_seed(8);
+    let problem = case.problem::<f32>().unwrap();
+    let engine = CpuEngine::<f32>::new();
+    let routing = run(&engine, &problem, Record::Results).unwrap().routing;
+    let (wide, numerics) = (problem.widen(), Engine::<f32>::numerics(&engine));
+    let twin = Twin::new(&wide, &routing, &numerics).unwrap();
+    let of_sums = Numerics { storage: DType::F64, ..numerics };
+    let systematic = bound::layer(&wide, &routing, &of_sums).unwrap();
+    for output in [Output::O, Output::Dx, Output::Dw1, Output::Dw2, Output::Db2, Output::DrouterW] {
+        let leaning = |times: f64| {
+            let mut values = systematic[&output].truth.clone();
+            values.zip_mut_with(&systematic[&output].bound, |value, s| *value += times * s * value.signum());
+            twin.signed(output, &Stored { dtype: DType::F32, values }).unwrap()
+        };
+        assert!(leaning(0.99).iter().all(|(_, bias)| bias.passes()), "{output}: {:?}", leaning(0.99)[0]);
+        assert!(!leaning(100.0)[0].1.passes(), "{output}: {:?}", leaning(100.0)[0]);
+    }
 }
 
 #[test]

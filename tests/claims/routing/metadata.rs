@@ -203,6 +203,13 @@ fn wild_and_repeated_pairs_are_refused_and_found() {
     let refused = Routing::new(3, 3, wild).expect_err("refused").to_string();
     assert_eq!(refused, "pair 1 names expert 3, but ids end at 3 (exclusive)");
 
+    let mut beyond = pairs.clone();
+    beyond[2].0 = TokenId(3);
+    let expected = Violation::OutOfRange { array: "pair_token", at: 2, id: 3, limit: 3 };
+    assert_eq!(only(arrays.judge(3, 3, &beyond)), expected);
+    let refused = Routing::new(3, 3, beyond).expect_err("refused").to_string();
+    assert_eq!(refused, "pair 2 names token 3, but ids end at 3 (exclusive)");
+
     let mut repeated = pairs.clone();
     repeated[4] = pairs[0];
     let expected = Violation::Duplicate { token: 0, expert: 2, first: 0, second: 4 };

@@ -2,7 +2,8 @@
 
 use ndarray::{Array2, array};
 use sonicmoe::routing::rounding::certificate::{Key, Violation, certify};
-use sonicmoe::routing::rounding::{Ranking, Rounded, Rule, TokenRounding, draw};
+use sonicmoe::routing::rounding::scores::KeptScores;
+use sonicmoe::routing::rounding::{Ranking, Rounded, Rule, TokenRounding, draw, ranking_scores};
 use sonicmoe::routing::{Choice, top_k};
 use sonicmoe::{Error, ExpertId, TokenId};
 
@@ -30,6 +31,17 @@ fn round(frequency: &[usize], more_tokens: usize, tile: usize, rule: Rule) -> (V
     (expert_frequency[..frequency.len()].to_vec(), capped)
 }
 
+#[test]
+fn a_name_gives_its_rule_and_its_scores_back() {
+    for rule in Rule::ALL {
+        assert_eq!(rule.name().parse::<Rule>().unwrap(), rule);
+    }
+    for scores in KeptScores::ALL {
+        assert_eq!(scores.name().parse::<KeptScores>().unwrap(), scores);
+    }
+    assert!("".parse::<Rule>().is_err() && "".parse::<KeptScores>().is_err());
+}
+
 const E0: ExpertId = ExpertId(0);
 
 #[test]
@@ -52,6 +64,21 @@ fn the_nearest_multiple_wins_and_ties_go_down_or_to_the_even_one() {
     // An odd tile has no ties.
     assert_eq!(round(&[1, 2, 3, 4, 5], 0, 3, Rule::Nearest).0, [0, 3, 3, 3, 6]);
     assert_eq!(round(&[1, 2, 3, 4, 5], 0, 3, Rule::NearestHalfToEven).0, [0, 3, 3, 3, 6]);
+}
+
+/// Of 2, 6, 10 and 14 in tiles of 4 two ties lie above an even multiple and two above an odd one.
+#[test]
+fn the_certificate_tells_ties_that_go_down_from_ties_that_go_to_the_even_multiple() {
+    let (p, choice) = chosen_by(&[2, 6, 10, 14], 0);
+    let ranking = ranking_scores(p.view(), &choice, Ranking::default()).unwrap();
+    for (rule, other) in
+        [(Rule::Nearest, Rule::NearestHalfToEven), (Rule::NearestHalfToEven, Rule::Nearest), (Rule::Nearest, Rule::Up)]
+    {
+        let rounded = TokenRounding { rule, ..TokenRounding::new(4) }.round(p.view(), &choice).unwrap();
+        let judged = |by| certify(ranking.view(), choice.ids(), 4, by, &rounded.pairs(), &rounded.capped);
+        assert_eq!(judged(rule), Ok(()), "{rule}");
+        assert!(judged(other).is_err(), "{rule} passes for {other}");
+    }
 }
 
 #[test]
