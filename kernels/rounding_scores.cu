@@ -11,7 +11,7 @@
 using namespace sonic;
 
 constexpr u32 kTokensPerBlock = 8;
-constexpr f32 kInfinity = __builtin_huge_valf();
+__device__ __forceinline__ f32 infinity() { return __int_as_float(0x7f800000); }
 
 // Which score a pair gets.
 constexpr u32 kRaw = 0;
@@ -60,7 +60,7 @@ rounding_scores(const f32* __restrict__ logits,                 // (tokens, expe
         return;
     }
     // Softmax over the pairs themselves.
-    f32 largest = -kInfinity;
+    f32 largest = -infinity();
     for (u32 pair = lane; pair < count; pair += 32) largest = fmaxf(largest, row[pair_expert[begin + pair]]);
 #pragma unroll
     for (u32 distance = 16; distance > 0; distance /= 2)

@@ -23,7 +23,7 @@ constexpr u32 kTokensPerBlock = 8;
 constexpr u32 kCandidates = 32;
 constexpr u32 kMostChosen = 64;
 constexpr u32 kChunksHeld = SONIC_CHUNKS;
-constexpr f32 kInfinity = __builtin_huge_valf();
+__device__ __forceinline__ f32 infinity() { return __int_as_float(0x7f800000); }
 
 // Conventions of the scores.
 constexpr u32 kSoftmaxOverTopK = 0;
@@ -65,7 +65,7 @@ struct Row<0> {
     __device__ __forceinline__ Row(const f32* values, u32 length) : row(values), experts(length) {}
     __device__ __forceinline__ u32 chunks() const { return ceil_div(experts, 128u); }
     __device__ __forceinline__ Quad quad(u32 chunk) const {
-        return load_row_quad(row, experts, chunk * 128 + 4 * (threadIdx.x % 32), -kInfinity);
+        return load_row_quad(row, experts, chunk * 128 + 4 * (threadIdx.x % 32), -infinity());
     }
     __device__ __forceinline__ void keep(u32, Quad) {}
 };
@@ -90,7 +90,7 @@ __device__ __forceinline__ bool choose_one_by_one(const AnyRow& row, u32 experts
         const u32 high = warp_max(u32(best >> 32));
         const u32 low = warp_max(u32(best >> 32) == high ? u32(best) : 0u);
         last = u64(high) << 32 | low;
-        if (logit_of_key(last) == -kInfinity) return false;
+        if (logit_of_key(last) == -infinity()) return false;
         if (lane == 0) chosen[rank] = last;
     }
     return true;
@@ -110,7 +110,7 @@ __device__ __forceinline__ bool choose(const AnyRow& row, u32 experts, u32 k, f3
             if (left == reached) left = i32(0x80000000);
         }
         const f32 bound = logit_of(reached);
-        if (reached != i32(0x80000000) && bound > -kInfinity) {
+        if (reached != i32(0x80000000) && bound > -infinity()) {
             found = 0;
 #pragma unroll(kChunksHeld > 0 ? kChunksHeld : 1)
             for (u32 chunk = 0; chunk < row.chunks(); ++chunk) {
@@ -163,11 +163,11 @@ top_k(f32* logits,                                // (tokens, experts) f32; with
 
     f32* const values = logits + token * experts;
     Row<kChunksHeld> row(values, experts);
-    f32 largest = -kInfinity;
+    f32 largest = -infinity();
 #pragma unroll(kChunksHeld > 0 ? kChunksHeld : 1)
     for (u32 chunk = 0; chunk < row.chunks(); ++chunk) {
         const u32 first = chunk * 128 + 4 * lane;
-        Quad quad = load_row_quad(values, experts, first, -kInfinity);
+        Quad quad = load_row_quad(values, experts, first, -infinity());
         if (bias) {
 #pragma unroll
             for (u32 j = 0; j < 4; ++j)
@@ -180,7 +180,7 @@ top_k(f32* logits,                                // (tokens, experts) f32; with
     }
 
     // NaN and +∞ allow no order.
-    bool usable = !__any_sync(kAllLanes, !(largest < kInfinity));
+    bool usable = !__any_sync(kAllLanes, !(largest < infinity()));
     if (usable) usable = choose(row, experts, k, largest, candidates[warp], chosen);
     if (!usable) {
         if (lane == 0) atomicMin(status, token);
@@ -201,7 +201,7 @@ top_k(f32* logits,                                // (tokens, experts) f32; with
         const u32 rank = 32 * half + lane;
         const u64 key = rank < k ? chosen[rank] : 0;
         expert[half] = expert_of_key(key);
-        logit[half] = rank < k ? logit_of_key(key) : -kInfinity;
+        logit[half] = rank < k ? logit_of_key(key) : -infinity();
         weight[half] = rank < k ? exponential(__fadd_rn(logit[half], -best)) : 0.0f;
     }
     f32 score[2] = {weight[0], weight[1]};

@@ -16,12 +16,12 @@ const HELPER: &str = include_str!("dumper.py");
 /// from transformers import Qwen3MoeConfig
 /// from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 /// from sonicmoe_dump import dump
-/// config = Qwen3MoeConfig(hidden_size=128, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2)
-/// block = Qwen3MoeSparseMoeBlock(config).to(torch.bfloat16)
-/// experts = block.experts
-/// dump("run.safetensors", block, torch.randn(1, 65, 128, dtype=torch.bfloat16), k=2,
-///      router="topk_over_softmax_renormalized", activation="swiglu", router_w=block.gate.weight,
-///      w1=[(e.gate_proj.weight, e.up_proj.weight) for e in experts], w2=[e.down_proj.weight for e in experts])
+/// config = Qwen3MoeConfig(hidden_size=128, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True)
+/// block = Qwen3MoeSparseMoeBlock(config)
+/// for weight in block.parameters(): torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+/// experts, x = block.experts, torch.randn(1, 65, 128)
+/// dump("run.safetensors", block, x, k=2, router="topk_over_softmax_renormalized", activation="swiglu", router_w=block.gate.weight,
+///      w1=experts.gate_up_proj, w1_layout="concatenated_gate_first", w2=experts.down_proj)
 /// ```
 #[derive(Args, Clone, Copy, Debug)]
 #[command(

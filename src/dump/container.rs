@@ -10,6 +10,7 @@ use std::path::Path;
 
 use half::{bf16, f16};
 use ndarray::{ArrayD, IxDyn, ShapeBuilder};
+use rayon::prelude::*;
 use safetensors::tensor::{Dtype, SafeTensorError, SafeTensors};
 use serde::de::{Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 
@@ -227,8 +228,8 @@ impl Container {
     }
 }
 
-fn widen<const BYTES: usize, V>(bytes: &[u8], value: impl Fn([u8; BYTES]) -> V) -> Vec<V> {
-    bytes.as_chunks::<BYTES>().0.iter().map(|word| value(*word)).collect()
+fn widen<const BYTES: usize, V: Send>(bytes: &[u8], value: impl Fn([u8; BYTES]) -> V + Sync) -> Vec<V> {
+    bytes.as_chunks::<BYTES>().0.par_iter().with_min_len(1 << 16).map(|word| value(*word)).collect()
 }
 
 /// Names from a file, made safe for one line of a message and kept short.

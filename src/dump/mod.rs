@@ -121,17 +121,23 @@ impl Dump {
             .collect()
     }
 
-    /// Values of a result as they stand in the file: gate and up are interleaved here, and may not
-    /// be there.
+    /// Values of a result as they stand in the file: see [`Dump::file_order`].
     ///
     /// # Errors
     /// Values of a shape other than the result's.
     pub fn in_file_order(&self, output: Output, values: &ArrayD<f64>) -> Result<ArrayD<f64>> {
-        let halves = matches!(output, Output::Dw1 | Output::Db1 | Output::H | Output::Dh);
-        if halves && self.problem.activation().gated() {
-            self.layout.from_interleaved(output.name(), values.view())
-        } else {
-            Ok(values.clone())
+        match self.file_order(output) {
+            Some(_) => self.layout.from_interleaved(output.name(), values.view()),
+            None => Ok(values.clone()),
         }
+    }
+
+    /// Where the places of axis 1 of a result stand in the file: gate and up are interleaved here, and
+    /// may not be there. None where all stand where they do here.
+    pub fn file_order(&self, output: Output) -> Option<Vec<usize>> {
+        let halves = matches!(output, Output::Dw1 | Output::Db1 | Output::H | Output::Dh);
+        let differs = halves && self.problem.activation().gated() && self.layout != GateLayout::InterleavedGateFirst;
+        let n = self.problem.n();
+        differs.then(|| (0..2 * n).map(|row| self.layout.row_of_interleaved(row, n)).collect())
     }
 }

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use ndarray::{Array, Dimension, Ix1, Ix2, Ix3};
+use rayon::prelude::*;
 
 use super::container::{Container, list};
 use super::counts::Counts;
@@ -213,7 +214,10 @@ struct Border {
 
 impl Border {
     fn to_ours<D: Dimension + ndarray::RemoveAxis>(&self, name: &str, values: Array<f64, D>) -> Result<Array<f64, D>> {
-        if self.activation.gated() { self.layout.to_interleaved(name, values.view()) } else { Ok(values) }
+        let even = values.shape().get(1).is_some_and(|rows| *rows > 0 && rows.is_multiple_of(2));
+        // An odd number of rows is refused in any order.
+        let in_place = self.layout == GateLayout::InterleavedGateFirst && even;
+        if self.activation.gated() && !in_place { self.layout.to_interleaved(name, values.view()) } else { Ok(values) }
     }
 }
 
@@ -240,7 +244,10 @@ impl Reader<'_> {
         let Some(Stored { dtype, values }) = self.container.floats(name)? else { return Ok(None) };
         self.read.insert(name);
         self.types.insert(dtype);
-        if let Some((at, value)) = values.indexed_iter().find(|(_, value)| !value.is_finite()) {
+        let finite = |values: &[f64]| values.par_iter().all(|value| value.is_finite());
+        if !values.as_slice().is_some_and(finite)
+            && let Some((at, value)) = values.indexed_iter().find(|(_, value)| !value.is_finite())
+        {
             return Err(Error::not_finite(name, ndarray::Dimension::slice(&at), *value));
         }
         let shape = values.shape().to_vec();

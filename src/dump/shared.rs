@@ -68,8 +68,21 @@ impl Dump {
     /// # Errors
     /// As [`bound::layer`].
     pub fn bounds(&self, routing: &Routing, numerics: &Numerics) -> Result<BTreeMap<Output, Bounded>> {
+        self.bounds_of(routing, numerics, &|_| true)
+    }
+
+    /// The same of the results that `keep` names at least.
+    ///
+    /// # Errors
+    /// As [`bound::layer`].
+    pub fn bounds_of(
+        &self,
+        routing: &Routing,
+        numerics: &Numerics,
+        keep: bound::Keep<'_>,
+    ) -> Result<BTreeMap<Output, Bounded>> {
         match &self.shared {
-            None => bound::layer(&self.problem, routing, numerics),
+            None => bound::layer_of(&self.problem, routing, numerics, keep),
             Some(shared) => bound::layer_beside(&self.problem, shared, routing, numerics),
         }
     }
@@ -78,9 +91,14 @@ impl Dump {
     ///
     /// # Errors
     /// As [`statistic::layer`].
-    pub fn twins(&self, routing: &Routing, numerics: &Numerics) -> Result<BTreeMap<Output, Bounded>> {
+    pub fn twins_of(
+        &self,
+        routing: &Routing,
+        numerics: &Numerics,
+        keep: bound::Keep<'_>,
+    ) -> Result<BTreeMap<Output, Bounded>> {
         match &self.shared {
-            None => statistic::layer(&self.problem, routing, numerics),
+            None => statistic::layer_of(&self.problem, routing, numerics, keep),
             Some(shared) => statistic::layer_beside(&self.problem, shared, routing, numerics),
         }
     }

@@ -36,10 +36,11 @@ use std::fmt;
 use std::ops::Range;
 
 use ndarray::ArrayD;
+use rayon::prelude::*;
 
 use super::bound;
-use super::judge::Bounded;
-use super::statistic::{self, LIMIT};
+use super::bound::ball::Measure;
+use super::statistic::LIMIT;
 use crate::element::DType;
 use crate::engine::{Numerics, Output, RoundingModel, RouterRounding, Stored};
 use crate::error::{Error, Result};
@@ -98,25 +99,22 @@ impl Sharing {
         }
     }
 
-    /// How many blocks a result of this shape has; none where every element is one.
-    fn blocks(self, [first, rows, columns]: [usize; 3]) -> usize {
+    /// How many blocks one index of the first axis has for itself; none where every element is one.
+    fn blocks(self, [rows, columns]: [usize; 2]) -> usize {
         match self {
             Self::None => 0,
-            Self::First => first,
-            Self::Rows(height) => first * rows.div_ceil(height),
-            Self::Columns(width) => first * columns.div_ceil(width),
-            Self::All => 1,
+            Self::First | Self::All => 1,
+            Self::Rows(height) => rows.div_ceil(height),
+            Self::Columns(width) => columns.div_ceil(width),
         }
     }
 
-    /// The block of element (i, j, k).
-    fn block(self, [i, j, k]: [usize; 3], [_, rows, columns]: [usize; 3]) -> usize {
+    /// The block of element (j, k) of one index.
+    fn block(self, [j, k]: [usize; 2]) -> usize {
         match self {
-            Self::None => (i * rows + j) * columns + k,
-            Self::First => i,
-            Self::Rows(height) => i * rows.div_ceil(height) + j / height,
-            Self::Columns(width) => i * columns.div_ceil(width) + k / width,
-            Self::All => 0,
+            Self::None | Self::First | Self::All => 0,
+            Self::Rows(height) => j / height,
+            Self::Columns(width) => k / width,
         }
     }
 }
@@ -164,10 +162,11 @@ impl Bias {
 /// The truth of every result, with what a correct engine's errors are made of.
 #[derive(Clone, Debug)]
 pub struct Twin {
-    /// Truth, and σ as its bound.
-    random: BTreeMap<Output, Bounded>,
-    /// Truth, and s as its bound.
-    systematic: BTreeMap<Output, Bounded>,
+    truth: BTreeMap<Output, ArrayD<f64>>,
+    /// σ.
+    random: BTreeMap<Output, ArrayD<f64>>,
+    /// s.
+    systematic: BTreeMap<Output, ArrayD<f64>>,
     sharing: BTreeMap<Output, Sharing>,
 }
 
@@ -177,20 +176,35 @@ impl Twin {
     /// # Errors
     /// As [`bound::layer`].
     pub fn new(problem: &Problem<'_, f64>, routing: &Routing, numerics: &Numerics) -> Result<Self> {
-        let random = statistic::deviations(problem, routing, numerics)?;
+        Self::of(problem, routing, numerics, &|_| true)
+    }
+
+    /// The same for the results that `keep` names.
+    ///
+    /// # Errors
+    /// As [`bound::layer`].
+    pub fn of(
+        problem: &Problem<'_, f64>,
+        routing: &Routing,
+        numerics: &Numerics,
+        keep: bound::Keep<'_>,
+    ) -> Result<Self> {
         let exact_stores = Numerics { storage: DType::F64, ..*numerics };
-        let mut systematic = bound::layer(problem, routing, &exact_stores)?;
-        for (output, Bounded { bound, .. }) in &mut systematic {
+        let arithmetics = [(*numerics, Measure::Deviation), (exact_stores, Measure::Worst)];
+        let bound::Found { truths, radii } = bound::propagate_all(problem, routing, &arithmetics, keep)?;
+        let mut radii = radii.into_iter();
+        let (random, mut systematic) = (radii.next().unwrap_or_default(), radii.next().unwrap_or_default());
+        for (output, systematic) in &mut systematic {
             let Some(random) = random.get(output) else { continue };
-            bound.zip_mut_with(&random.bound, |s, sigma| *s += numerics.storage.unit_roundoff() * sigma);
+            systematic.zip_mut_with(random, |s, sigma| *s += numerics.storage.unit_roundoff() * sigma);
         }
-        let sharing = random.keys().map(|&output| (output, Sharing::of(output, problem, numerics))).collect();
-        Ok(Self { random, systematic, sharing })
+        let sharing = truths.keys().map(|&output| (output, Sharing::of(output, problem, numerics))).collect();
+        Ok(Self { truth: truths, random, systematic, sharing })
     }
 
     /// The truth of one result.
     pub fn truth(&self, output: Output) -> Option<&ArrayD<f64>> {
-        self.random.get(&output).map(|bounded| &bounded.truth)
+        self.truth.get(&output)
     }
 
     /// The signed bias of a result: as a whole, and by token or expert, by rows of an expert's
@@ -210,7 +224,7 @@ impl Twin {
         if rows > 1 {
             groups.extend(tiles(rows).map(|tile| (Group::Rows(tile.clone()), [0..first, tile, 0..columns])));
         }
-        Ok(groups.into_iter().map(|(group, ranges)| (group, errors.along(&errors.truth, ranges))).collect())
+        Ok(groups.into_iter().map(|(group, ranges)| (group, errors.along(|at| errors.truth[at], ranges))).collect())
     }
 
     /// The bias of a result towards `wrong`, a known wrong result; none without a truth, and none
@@ -220,46 +234,53 @@ impl Twin {
     /// A result of another shape than its truth. A `wrong` of another shape has no direction.
     pub fn directed(&self, output: Output, stored: &Stored, wrong: &ArrayD<f64>) -> Result<Option<Bias>> {
         let Some(errors) = self.errors(output, stored)? else { return Ok(None) };
-        let truth = &self.random[&output].truth;
-        if wrong.shape() != truth.shape() {
+        if wrong.shape() != self.truth[&output].shape() {
             return Ok(None);
         }
-        let away: Vec<f64> = wrong.iter().zip(truth).map(|(m, r)| if m.is_finite() { m - r } else { 0.0 }).collect();
-        let largest = |values: &[f64]| values.iter().fold(0.0f64, |largest, value| largest.max(value.abs()));
-        if largest(&away) <= SAME * largest(&errors.truth) {
+        let wrong = in_order(wrong);
+        let away = |at: usize| if wrong[at].is_finite() { wrong[at] - errors.truth[at] } else { 0.0 };
+        let largest = |value: &(dyn Fn(usize) -> f64 + Sync)| {
+            (0..wrong.len()).into_par_iter().map(|at| value(at).abs()).reduce(|| 0.0, f64::max)
+        };
+        if largest(&away) <= SAME * largest(&|at| errors.truth[at]) {
             return Ok(None);
         }
         let [first, rows, columns] = errors.shape;
-        Ok(Some(errors.along(&away, [0..first, 0..rows, 0..columns])))
+        Ok(Some(errors.along(away, [0..first, 0..rows, 0..columns])))
     }
 
     fn errors<'t>(&'t self, output: Output, stored: &'t Stored) -> Result<Option<Errors<'t>>> {
-        let (Some(random), Some(systematic)) = (self.random.get(&output), self.systematic.get(&output)) else {
+        let (Some(truth), Some(random), Some(systematic)) =
+            (self.truth.get(&output), self.random.get(&output), self.systematic.get(&output))
+        else {
             return Ok(None);
         };
-        if stored.values.shape() != random.truth.shape() {
-            let expected = random.truth.shape();
+        if stored.values.shape() != truth.shape() {
+            let expected = truth.shape();
             return Err(Error::shape(output.name(), expected, stored.values.shape(), "the shape of the truth"));
         }
-        let shape = match *random.truth.shape() {
+        let shape = match *truth.shape() {
             [first] => [first, 1, 1],
             [first, columns] => [first, 1, columns],
             [first, rows, columns] => [first, rows, columns],
             _ => return Err(Error::internal(format!("{output} has more than three axes"))),
-        };
-        let in_order = |values: &'t ArrayD<f64>| match values.as_slice() {
-            Some(values) => Cow::Borrowed(values),
-            None => Cow::Owned(values.iter().copied().collect()),
         };
         Ok(Some(Errors {
             shape,
             sharing: self.sharing[&output],
             largest: stored.dtype.largest(),
             values: in_order(&stored.values),
-            truth: in_order(&random.truth),
-            deviation: in_order(&random.bound),
-            systematic: in_order(&systematic.bound),
+            truth: in_order(truth),
+            deviation: in_order(random),
+            systematic: in_order(systematic),
         }))
+    }
+}
+
+fn in_order(values: &ArrayD<f64>) -> Cow<'_, [f64]> {
+    match values.as_slice() {
+        Some(values) => Cow::Borrowed(values),
+        None => Cow::Owned(values.iter().copied().collect()),
     }
 }
 
@@ -275,40 +296,75 @@ struct Errors<'t> {
     systematic: Cow<'t, [f64]>,
 }
 
+/// The sums of one index of the first axis, or of several.
+#[derive(Clone, Copy, Default)]
+struct Along {
+    along: f64,
+    square: f64,
+    systematic: f64,
+    /// Of the blocks within the indices.
+    variance: f64,
+    /// Σ σ|w| of the one block that holds all indices.
+    open: f64,
+}
+
 impl Errors<'_> {
-    /// The bias of a part along w.
-    fn along(&self, w: &[f64], [first, rows, columns]: [Range<usize>; 3]) -> Bias {
+    /// The bias of a part along w, by place.
+    fn along(&self, w: impl Fn(usize) -> f64 + Sync, [first, rows, columns]: [Range<usize>; 3]) -> Bias {
+        let each: Vec<Along> = first.into_par_iter().map(|i| self.along_one(&w, i, &rows, &columns)).collect();
+        let mut all = Along::default();
+        // In order, whatever the number of threads.
+        for one in each {
+            all.along += one.along;
+            all.square += one.square;
+            all.systematic += one.systematic;
+            all.variance += one.variance;
+            all.open += one.open;
+        }
+        if !all.along.is_finite() {
+            return Bias { beta: f64::NAN, z: f64::INFINITY };
+        }
+        let variance = all.variance + all.open * all.open;
+        let beyond = (all.along.abs() - all.systematic).max(0.0);
+        Bias {
+            beta: if all.square == 0.0 { 0.0 } else { all.along / all.square },
+            z: if beyond == 0.0 { 0.0 } else { beyond / variance.sqrt() },
+        }
+    }
+
+    fn along_one(
+        &self,
+        w: &(impl Fn(usize) -> f64 + Sync),
+        i: usize,
+        rows: &Range<usize>,
+        columns: &Range<usize>,
+    ) -> Along {
         let [_, height, width] = self.shape;
-        let (mut along, mut square, mut systematic, mut variance) = (0.0, 0.0, 0.0, 0.0);
-        let mut blocks = vec![0.0; self.sharing.blocks(self.shape)];
-        for i in first {
-            for j in rows.clone() {
-                for k in columns.clone() {
-                    let at = (i * height + j) * width + k;
-                    let (truth, deviation, most) = (self.truth[at], self.deviation[at], self.systematic[at]);
-                    let within_range = truth.abs() + LIMIT * deviation + most <= self.largest;
-                    if !within_range || w[at] == 0.0 {
-                        continue;
-                    }
-                    along += (self.values[at] - truth) * w[at];
-                    square += w[at] * w[at];
-                    systematic += most * w[at].abs();
-                    let spread = deviation * w[at].abs();
-                    match self.sharing {
-                        Sharing::None => variance += spread * spread,
-                        _ => blocks[self.sharing.block([i, j, k], self.shape)] += spread,
-                    }
+        let mut sums = Along::default();
+        let mut blocks = vec![0.0; self.sharing.blocks([height, width])];
+        for j in rows.clone() {
+            for k in columns.clone() {
+                let at = (i * height + j) * width + k;
+                let (truth, deviation, most) = (self.truth[at], self.deviation[at], self.systematic[at]);
+                let within_range = truth.abs() + LIMIT * deviation + most <= self.largest;
+                let w = w(at);
+                if !within_range || w == 0.0 {
+                    continue;
+                }
+                sums.along += (self.values[at] - truth) * w;
+                sums.square += w * w;
+                sums.systematic += most * w.abs();
+                let spread = deviation * w.abs();
+                match self.sharing {
+                    Sharing::None => sums.variance += spread * spread,
+                    _ => blocks[self.sharing.block([j, k])] += spread,
                 }
             }
         }
-        if !along.is_finite() {
-            return Bias { beta: f64::NAN, z: f64::INFINITY };
+        match self.sharing {
+            Sharing::All => sums.open = blocks.iter().sum(),
+            _ => sums.variance += blocks.iter().map(|block| block * block).sum::<f64>(),
         }
-        variance += blocks.iter().map(|block| block * block).sum::<f64>();
-        let beyond = (along.abs() - systematic).max(0.0);
-        Bias {
-            beta: if square == 0.0 { 0.0 } else { along / square },
-            z: if beyond == 0.0 { 0.0 } else { beyond / variance.sqrt() },
-        }
+        sums
     }
 }

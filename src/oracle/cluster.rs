@@ -49,11 +49,19 @@ impl Tally {
         Self { shape: shape.to_vec(), failing: 0, by_axis: shape.iter().map(|&length| vec![0; length]).collect() }
     }
 
-    /// The element at `place` in row-major order fails.
-    pub(crate) fn fail(&mut self, place: usize) {
+    /// The element at these coordinates fails.
+    pub(crate) fn fail(&mut self, at: &[usize]) {
         self.failing += 1;
-        for (counts, at) in self.by_axis.iter_mut().zip(coordinates(place, &self.shape)) {
+        for (counts, &at) in self.by_axis.iter_mut().zip(at) {
             counts[at] += 1;
+        }
+    }
+
+    /// Adds the failures of other elements.
+    pub(crate) fn join(&mut self, other: &Self) {
+        self.failing += other.failing;
+        for (counts, others) in self.by_axis.iter_mut().zip(&other.by_axis) {
+            counts.iter_mut().zip(others).for_each(|(count, other)| *count += other);
         }
     }
 
@@ -131,8 +139,9 @@ mod tests {
         let shape = [2, 4, 64];
         let mut tally = Tally::new(&shape);
         for place in 0..2 * 4 * 64 {
-            if (16..32).contains(&coordinates(place, &shape)[2]) {
-                tally.fail(place);
+            let at = coordinates(place, &shape);
+            if (16..32).contains(&at[2]) {
+                tally.fail(&at);
             }
         }
         let stripe = Cluster { axis: "column", from: 16, to: 32, failing: 128, elements: 128 };

@@ -12,6 +12,7 @@ use std::collections::hash_map::{DefaultHasher, Entry};
 use std::hash::{Hash, Hasher};
 
 use ndarray::{ArrayView1, ArrayView3, Axis};
+use rayon::prelude::*;
 
 use crate::problem::Problem;
 
@@ -27,43 +28,49 @@ use crate::problem::Problem;
 /// # Ok::<(), sonicmoe::Error>(())
 /// ```
 pub fn repetition(problem: &Problem<'_, f64>) -> Option<String> {
-    let (x, dout) = (problem.x(), problem.dout());
+    let (x, dout, w1, w2) = (problem.x(), problem.dout(), problem.w1(), problem.w2());
     let named = |what: &str, (first, second): (usize, usize)| format!("{what} {first} and {second} are equal");
-    let (units_of_w1, units_of_w2) = (lines(problem.w1(), 0), lines(problem.w2(), 1));
-    equal(x.axis_iter(Axis(0)), true)
+    equal(x.axis_iter(Axis(0)).collect(), true)
         .map(|pair| named("x of tokens", pair))
-        .or_else(|| equal(dout.axis_iter(Axis(0)), false).map(|pair| named("dout of tokens", pair)))
-        .or_else(|| equal(dout.axis_iter(Axis(1)), false).map(|pair| named("columns of dout", pair)))
-        .or_else(|| equal(units_of_w1, false).map(|pair| named("rows of w1, counted over experts,", pair)))
-        .or_else(|| equal(units_of_w2, false).map(|pair| named("columns of w2, counted over experts,", pair)))
+        .or_else(|| equal(dout.axis_iter(Axis(0)).collect(), false).map(|pair| named("dout of tokens", pair)))
+        .or_else(|| equal(dout.axis_iter(Axis(1)).collect(), false).map(|pair| named("columns of dout", pair)))
+        .or_else(|| equal(lines(w1, 0), false).map(|pair| named("rows of w1, counted over experts,", pair)))
+        .or_else(|| equal(lines(w2, 1), false).map(|pair| named("columns of w2, counted over experts,", pair)))
 }
 
 /// The lines of every expert's matrix along one axis, rows for 0.
-fn lines(weights: ArrayView3<'_, f64>, axis: usize) -> impl Iterator<Item = ArrayView1<'_, f64>> {
+fn lines(weights: ArrayView3<'_, f64>, axis: usize) -> Vec<ArrayView1<'_, f64>> {
     let (experts, lines) = (weights.len_of(Axis(0)), weights.len_of(Axis(1 + axis)));
     let places = (0..experts).flat_map(move |expert| (0..lines).map(move |line| (expert, line)));
-    places.map(move |(expert, line)| weights.index_axis_move(Axis(0), expert).index_axis_move(Axis(axis), line))
+    places.map(|(expert, line)| weights.index_axis_move(Axis(0), expert).index_axis_move(Axis(axis), line)).collect()
 }
 
 /// The first line that equals an earlier one, with that one.
-fn equal<'a>(lines: impl Iterator<Item = ArrayView1<'a, f64>>, zeros_count: bool) -> Option<(usize, usize)> {
+fn equal(lines: Vec<ArrayView1<'_, f64>>, zeros_count: bool) -> Option<(usize, usize)> {
+    let marks: Vec<Option<u64>> = lines.into_par_iter().map(|line| mark(line, zeros_count)).collect();
     let mut seen: HashMap<u64, usize> = HashMap::new();
-    for (place, line) in lines.enumerate() {
-        let leading = line.iter().copied().find(|&value| value != 0.0);
-        // One number alone equals every other up to a power of two too easily to mean anything.
-        if (leading.is_none() && !zeros_count) || line.len() < 2 {
-            continue;
-        }
-        let scale = leading.map_or(1.0, |value| libm::ldexp(value.signum(), -libm::frexp(value).1));
-        let mut hasher = DefaultHasher::new();
-        // + 0 makes one zero of both.
-        line.iter().for_each(|value| (value * scale + 0.0).to_bits().hash(&mut hasher));
-        match seen.entry(hasher.finish()) {
-            Entry::Occupied(first) => return Some((*first.get(), place)),
-            Entry::Vacant(empty) => _ = empty.insert(place),
+    for (place, mark) in marks.into_iter().enumerate() {
+        match mark.map(|mark| seen.entry(mark)) {
+            Some(Entry::Occupied(first)) => return Some((*first.get(), place)),
+            Some(Entry::Vacant(empty)) => _ = empty.insert(place),
+            None => {}
         }
     }
     None
+}
+
+/// The same for lines that are equal up to sign and a power of two; none for a line that does not count.
+fn mark(line: ArrayView1<'_, f64>, zeros_count: bool) -> Option<u64> {
+    let leading = line.iter().copied().find(|&value| value != 0.0);
+    // One number alone equals every other up to a power of two too easily to mean anything.
+    if (leading.is_none() && !zeros_count) || line.len() < 2 {
+        return None;
+    }
+    let scale = leading.map_or(1.0, |value| libm::ldexp(value.signum(), -libm::frexp(value).1));
+    let mut hasher = DefaultHasher::new();
+    // + 0 makes one zero of both.
+    line.iter().for_each(|value| (value * scale + 0.0).to_bits().hash(&mut hasher));
+    Some(hasher.finish())
 }
 
 #[cfg(test)]

@@ -40,12 +40,26 @@ impl HeatMap {
         edge(bin)..edge(bin + 1)
     }
 
+    /// The bin of an index of an axis (0 or 1).
+    pub(crate) fn bin(&self, axis: usize, index: usize) -> usize {
+        index * self.bins[axis] / self.lengths[axis].max(1)
+    }
+
     /// Adds an element, by its two indices. A ratio is 0 or above.
     pub fn add(&mut self, at: [usize; 2], ratio: f64) {
-        let bin = |axis: usize| at[axis] * self.bins[axis] / self.lengths[axis];
-        let place = bin(0) * self.bins[1] + bin(1);
+        self.raise([self.bin(0, at[0]), self.bin(1, at[1])], ratio);
+    }
+
+    /// Adds an element, by its two bins.
+    pub(crate) fn raise(&mut self, bins: [usize; 2], ratio: f64) {
+        let place = bins[0] * self.bins[1] + bins[1];
         // f32::max takes the number where the other is NaN.
         self.worst[place] = self.worst[place].max(ratio as f32);
+    }
+
+    /// Adds the elements of a map of the same axes.
+    pub(crate) fn join(&mut self, other: &Self) {
+        self.worst.iter_mut().zip(&other.worst).for_each(|(worst, other)| *worst = worst.max(*other));
     }
 }
 
@@ -55,6 +69,8 @@ mod tests {
 
     #[test]
     fn every_index_falls_into_the_bin_whose_extent_holds_it() {
+        let wide = HeatMap::new(["token", "column"], [3, 1000]);
+        assert_eq!((wide.bins(), HeatMap::new(["token", "column"], [1000, 3]).bins()), ([3, 96], [48, 3]));
         for length in [1, 2, 47, 48, 49, 97, 1000] {
             let mut map = HeatMap::new(["token", "column"], [length, length]);
             for index in 0..length {

@@ -12,7 +12,7 @@
 use std::collections::BTreeMap;
 
 use super::bound::ball::Measure;
-use super::bound::{propagate, propagate_beside};
+use super::bound::{Keep, propagate, propagate_beside, propagate_of};
 use super::judge::Bounded;
 use crate::engine::{Numerics, Output};
 use crate::error::Result;
@@ -30,6 +30,19 @@ pub const LIMIT: f64 = 6.0;
 /// As [`bound::layer`](super::bound::layer).
 pub fn layer(problem: &Problem<'_, f64>, routing: &Routing, numerics: &Numerics) -> Result<BTreeMap<Output, Bounded>> {
     Ok(limits(deviations(problem, routing, numerics)?))
+}
+
+/// The same of the results that `keep` names.
+///
+/// # Errors
+/// As [`bound::layer`](super::bound::layer).
+pub fn layer_of(
+    problem: &Problem<'_, f64>,
+    routing: &Routing,
+    numerics: &Numerics,
+    keep: Keep<'_>,
+) -> Result<BTreeMap<Output, Bounded>> {
+    Ok(limits(propagate_of(problem, routing, numerics, Measure::Deviation, keep)?))
 }
 
 /// The same with a shared expert beside; arguments as for

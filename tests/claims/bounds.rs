@@ -17,11 +17,14 @@ use rand_chacha::ChaCha8Rng;
 use sonicmoe::case::strategy::{Limits, any_case};
 use sonicmoe::case::{Case, Load, Pairing};
 use sonicmoe::engine::{Numerics, Output, Results, RoundingModel, RouterRounding, Stored};
+use sonicmoe::mutant::Mutant;
+use sonicmoe::oracle::bias::Twin;
 use sonicmoe::oracle::{Judgement, bound, judge, kernel};
 use sonicmoe::problem::Biases;
 use sonicmoe::reference::StandardMoe;
 use sonicmoe::routing::{Routing, grouped_top_k, top_k};
 use sonicmoe::sonic::cpu::CpuEngine;
+use sonicmoe::verify::{CaseId, EngineName, Oracle, Task, examine};
 use sonicmoe::{
     Activation, Convention, DType, Element, Engine, ExpertId, Gating, Gelu, Problem, Record, Shape, TokenId, run,
 };
@@ -296,10 +299,47 @@ fn cpu_engine_is_within<S: Element>(case: &Case, engine: &dyn Engine<S>) -> Resu
     let problem = case.problem::<S>().unwrap();
     let outcome = run(engine, &problem, Record::Intermediates).unwrap();
     let (wide, numerics) = (problem.widen(), engine.numerics());
-    passes(&of_kernels(&wide, &outcome.routing, &outcome.results, &numerics))?;
     let judgements = of_layer(&wide, &outcome.routing, &outcome.results, &numerics);
-    passes(&judgements)?;
+    let said = passes(&of_kernels(&wide, &outcome.routing, &outcome.results, &numerics)).and(passes(&judgements));
+    said.map_err(|error| match replayed_as::<S>(case, &numerics) {
+        Some(id) => TestCaseError::fail(format!("{error}\nsonicmoe replay {id}")),
+        None => error,
+    })?;
     Ok(judgements.iter().map(|(&output, judgement)| (output, judgement.ratio())).collect())
+}
+
+/// What `replay` takes for the first oracle that this case fails on the CPU path. A path with other sums
+/// than those of its type has no name, and a result that only the tests look at no oracle.
+fn replayed_as<S: Element>(case: &Case, numerics: &Numerics) -> Option<CaseId> {
+    let named = EngineName::Cpu(S::DTYPE);
+    struct Sums;
+    impl Task for Sums {
+        type Outcome = f64;
+
+        fn with<S: Element>(self, engine: &dyn Engine<S>) -> sonicmoe::Result<f64> {
+            Ok(engine.numerics().accumulator)
+        }
+    }
+    if named.run(Sums).ok()? != numerics.accumulator {
+        return None;
+    }
+    first_failing(named, case)
+}
+
+/// The first oracle that a case fails on an engine.
+fn first_failing(engine: EngineName, case: &Case) -> Option<CaseId> {
+    struct Failing<'c>(&'c Case);
+    impl Task for Failing<'_> {
+        type Outcome = Option<Oracle>;
+
+        fn with<S: Element>(self, engine: &dyn Engine<S>) -> sonicmoe::Result<Option<Oracle>> {
+            let findings = examine(engine, &self.0.problem::<S>()?)?.findings;
+            let failing = findings.iter().find(|finding| finding.failing > 0);
+            Ok(failing.map(|finding| Oracle::of(&finding.claim)))
+        }
+    }
+    let oracle = engine.run(Failing(case)).ok()??;
+    Some(CaseId { case: case.clone(), engine, oracle })
 }
 
 /// Error over bound at the worst element of each result.
@@ -386,4 +426,50 @@ fn a_radius_that_underflows_term_by_term_is_summed_first() {
     };
     let numerics = numerics(DType::F64, RoundingModel::Fused, RouterRounding::Score);
     naive_engine_is_within(&case, numerics, Numbers { exponents: [7, 3, 11, 2], binades: 6 }).unwrap();
+}
+
+/// From about 10⁶ multiplications on, the sums of magnitudes behind the radii are in f32.
+#[test]
+fn the_cpu_engine_is_within_its_bounds_where_their_sums_are_in_f32() {
+    for shape in ["150,136,96,2,2", "300,128,64,3,1"] {
+        let case = Case::new(shape.parse().unwrap()).with_biases();
+        cpu_engine_is_within::<bf16>(&case, &CpuEngine::<f32>::new()).unwrap();
+        cpu_engine_is_within::<f16>(&case, &CpuEngine::<f32>::new()).unwrap();
+        cpu_engine_is_within::<f32>(&case, &CpuEngine::<f32>::new()).unwrap();
+    }
+}
+
+/// One result alone is what it is among all, and the twin, which two arithmetics share midpoints for, has the
+/// same truth.
+#[test]
+fn what_is_not_asked_for_changes_nothing() {
+    let case = Case::new("33,24,16,5,2".parse().unwrap()).with_biases();
+    let problem = case.problem::<f64>().unwrap();
+    let routing = run(&CpuEngine::<f64>::new(), &problem, Record::Results).unwrap().routing;
+    for rounding in [RoundingModel::Fused, RoundingModel::Eager] {
+        let numerics = numerics(DType::BF16, rounding, RouterRounding::Score);
+        let all = bound::layer(&problem, &routing, &numerics).unwrap();
+        let twin = Twin::new(&problem, &routing, &numerics).unwrap();
+        let truths = bound::truth_of(&problem, &routing, &numerics, &|_| true).unwrap();
+        assert_eq!(truths.len(), all.len());
+        for (output, bounded) in &all {
+            let alone = bound::layer_of(&problem, &routing, &numerics, &|other| other == *output).unwrap();
+            assert_eq!(alone, BTreeMap::from([(*output, bounded.clone())]), "{output}, {rounding:?}");
+            assert_eq!((twin.truth(*output), &truths[output]), (Some(&bounded.truth), &bounded.truth), "{output}");
+        }
+    }
+}
+
+/// A fault is planted, so that there is something to name.
+#[test]
+fn a_case_beyond_its_bound_is_named_by_what_replay_takes() {
+    let case = Case::new("9,8,8,3,2".parse().unwrap());
+    let sound = Engine::<bf16>::numerics(&CpuEngine::<f32>::new());
+    assert_eq!(replayed_as::<bf16>(&case, &sound), None, "nothing fails");
+    let engine = CpuEngine::<f32>::with_mutant(Some(Mutant::GateUpSwapped));
+    let error = cpu_engine_is_within::<bf16>(&case, &engine).unwrap_err().to_string();
+    assert!(error.contains("beyond") || error.contains("fail"), "{error}");
+    let named = EngineName::Mutant(DType::BF16, Mutant::GateUpSwapped);
+    let id = first_failing(named, &case).unwrap();
+    assert!(id.to_string().parse::<CaseId>().unwrap().replay().unwrap().fails(), "{id}");
 }

@@ -1,7 +1,6 @@
 //! A run in PyTorch, written by the helper that `dumper` prints, passes; where there is no PyTorch
 //! the claim is skipped, and says so.
 
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -85,18 +84,98 @@ dump(f"{folder}/given.safetensors", given, torch.randn(T, d), router="given", w1
      transposed=True)
 "#;
 
+/// The parts of transformers that the README's lines use, by its names and with its layouts: gate_up_proj
+/// (E, 2n, d), gate first, down_proj (E, d, n), gate.weight (E, d).
+const STAND_IN: &str = r#"
+import torch
+import torch.nn.functional as F
+
+class Qwen3MoeConfig:
+    def __init__(self, **sizes):
+        self.__dict__.update(sizes)
+
+class Qwen3MoeTopKRouter(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.weight = torch.nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+
+    def forward(self, x):
+        logits = F.linear(x, self.weight)
+        scores, ids = torch.topk(F.softmax(logits, dim=-1, dtype=torch.float), self.config.num_experts_per_tok, dim=-1)
+        if self.config.norm_topk_prob:
+            scores = scores / scores.sum(dim=-1, keepdim=True)
+        return logits, scores.to(logits.dtype), ids
+
+class Qwen3MoeExperts(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        E, n, d = config.num_experts, config.moe_intermediate_size, config.hidden_size
+        self.gate_up_proj = torch.nn.Parameter(torch.empty(E, 2 * n, d))
+        self.down_proj = torch.nn.Parameter(torch.empty(E, d, n))
+
+    def forward(self, x, ids, scores):
+        o = torch.zeros_like(x)
+        for e in range(len(self.gate_up_proj)):
+            token, rank = torch.where(ids == e)
+            gate, up = F.linear(x[token], self.gate_up_proj[e]).chunk(2, dim=-1)
+            y = F.linear(F.silu(gate) * up, self.down_proj[e]) * scores[token, rank, None]
+            o = o.index_add(0, token, y)
+        return o
+
+class Qwen3MoeSparseMoeBlock(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.experts, self.gate = Qwen3MoeExperts(config), Qwen3MoeTopKRouter(config)
+
+    def forward(self, x):
+        rows = x.view(-1, x.shape[-1])
+        _, scores, ids = self.gate(rows)
+        return self.experts(rows, ids, scores).reshape(x.shape)
+"#;
+
+fn helper_in(folder: &Path) {
+    std::fs::create_dir_all(folder).unwrap();
+    let helper = Command::new(env!("CARGO_BIN_EXE_sonicmoe")).arg("dumper").output().unwrap();
+    std::fs::write(folder.join("sonicmoe_dump.py"), helper.stdout).unwrap();
+}
+
+/// Not captured: a skipped claim is never a silent one.
+fn skipped(name: &str) {
+    eprintln!("skipped: {name}: no python3 has torch and safetensors");
+}
+
+#[test]
+fn the_readmes_lines_for_a_hugging_face_block_write_a_run_that_passes() {
+    let readme = include_str!("../../README.md").split("```python\n");
+    let lines: Vec<&str> = readme.filter_map(|rest| rest.split("```").next()).collect();
+    let lines = lines.into_iter().find(|lines| lines.contains("from transformers")).unwrap();
+    assert_eq!(lines.lines().count(), 10);
+    let Some(python) = python() else {
+        return skipped("the_readmes_lines_for_a_hugging_face_block_write_a_run_that_passes");
+    };
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("hugging_face");
+    helper_in(&folder);
+    let package = folder.join("transformers");
+    let model = package.join("models").join("qwen3_moe");
+    std::fs::create_dir_all(&model).unwrap();
+    std::fs::write(model.join("modeling_qwen3_moe.py"), STAND_IN).unwrap();
+    std::fs::write(package.join("__init__.py"), "from .models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig\n")
+        .unwrap();
+    let lines = format!("import torch; torch.manual_seed(3)\n{lines}");
+    let run = Command::new(python).current_dir(&folder).args(["-c", &lines]).output().unwrap();
+    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+    let checked = check_file(&folder.join("run.safetensors"), &CheckArgs::default()).unwrap();
+    assert!(checked.verdict == Verdict::Pass && checked.missing.is_empty(), "{}", checked.report());
+}
+
 #[test]
 fn runs_that_the_helper_writes_from_pytorch_pass() {
     let Some(python) = python() else {
-        // Not captured: a skipped claim is never a silent one.
-        let said = "skipped: runs_that_the_helper_writes_from_pytorch_pass: no python3 has torch and safetensors";
-        writeln!(std::io::stderr(), "{said}").unwrap();
-        return;
+        return skipped("runs_that_the_helper_writes_from_pytorch_pass");
     };
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("dumper");
-    std::fs::create_dir_all(&folder).unwrap();
-    let helper = Command::new(env!("CARGO_BIN_EXE_sonicmoe")).arg("dumper").output().unwrap();
-    std::fs::write(folder.join("sonicmoe_dump.py"), helper.stdout).unwrap();
+    helper_in(&folder);
     let run = Command::new(python).args(["-c", LAYERS]).arg(&folder).output().unwrap();
     assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
     for name in ["f32", "bf16", "given"] {

@@ -1,6 +1,8 @@
 //! Real dumps pass, wrong copies of them fail, malformed files are refused.
 
+mod arrays;
 mod checkpoint;
+mod content;
 pub mod edit;
 mod explained;
 mod hostile;
@@ -34,7 +36,11 @@ fn check(path: &Path) -> Result<Checked, Error> {
 
 /// The exit code, and what was said.
 fn outcome(path: &Path) -> (u8, String) {
-    match check(path) {
+    outcome_with(path, &CheckArgs::default())
+}
+
+fn outcome_with(path: &Path, args: &CheckArgs) -> (u8, String) {
+    match check_file(path, args) {
         Ok(checked) => (checked.verdict.code(), checked.report()),
         Err(error) => (Verdict::from(&error).code(), error.to_string()),
     }

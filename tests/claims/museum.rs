@@ -5,13 +5,15 @@ use sonicmoe::case::museum::{Answer, EXHIBITS, by_name};
 use sonicmoe::engine::{Outcome, Output};
 use sonicmoe::sonic::cpu::CpuEngine;
 use sonicmoe::sonic::gpu::GpuEngine;
-use sonicmoe::verify::show;
-use sonicmoe::{Element, Engine, Record, run};
+use sonicmoe::verify::{CaseId, EngineName, show};
+use sonicmoe::{DType, Element, Engine, Record, run};
 
-fn holds<S: Element>(engine: &dyn Engine<S>, name: &str) {
+fn holds<S: Element>(engine: &dyn Engine<S>, named: EngineName, name: &str) {
     match show(engine, by_name(name).unwrap()).unwrap() {
         Ok(finding) => {
-            assert_eq!(finding.failing, 0, "{name} on {} in {}: {}", engine.name(), S::DTYPE, finding.explanation);
+            let id = CaseId::of_exhibit(name, named).unwrap();
+            let said = &finding.explanation;
+            assert_eq!(finding.failing, 0, "{name} on {} in {}: {said}\nsonicmoe replay {id}", engine.name(), S::DTYPE);
             assert!(finding.judged > 0);
         }
         Err(skipped) => eprintln!("skipped: {name} on {}: {}", engine.name(), skipped.reason),
@@ -19,12 +21,12 @@ fn holds<S: Element>(engine: &dyn Engine<S>, name: &str) {
 }
 
 fn holds_on_every_engine(name: &str) {
-    holds::<bf16>(&CpuEngine::<f32>::new(), name);
-    holds::<f16>(&CpuEngine::<f32>::new(), name);
-    holds::<f32>(&CpuEngine::<f32>::new(), name);
-    holds::<f64>(&CpuEngine::<f64>::new(), name);
+    holds::<bf16>(&CpuEngine::<f32>::new(), EngineName::Cpu(DType::BF16), name);
+    holds::<f16>(&CpuEngine::<f32>::new(), EngineName::Cpu(DType::F16), name);
+    holds::<f32>(&CpuEngine::<f32>::new(), EngineName::Cpu(DType::F32), name);
+    holds::<f64>(&CpuEngine::<f64>::new(), EngineName::Cpu(DType::F64), name);
     match GpuEngine::open() {
-        Ok(engine) => holds::<bf16>(&engine, name),
+        Ok(engine) => holds::<bf16>(&engine, EngineName::Cuda, name),
         Err(absence) => eprintln!("skipped: {name} on cuda: {absence}"),
     }
 }

@@ -186,8 +186,11 @@ impl Rounded {
     fn results(&self) -> Vec<(&'static str, Vec<u32>)> {
         let narrow = |buffer: &Buffer<bf16>, rows: usize| {
             let values = buffer.download().unwrap();
-            let used = values.len() / self.router.routing().routed().max(1) * rows;
-            values[..if rows == usize::MAX { values.len() } else { used }].iter().map(|v| v.to_bits().into()).collect()
+            let of_rows = |rows| values.len() / self.router.routing().routed().max(1) * rows;
+            values[..if rows == usize::MAX { values.len() } else { of_rows(rows) }]
+                .iter()
+                .map(|v| v.to_bits().into())
+                .collect()
         };
         let wide = |buffer: &Buffer<f32>, used: usize| {
             buffer.download().unwrap()[..used].iter().map(|value| value.to_bits()).collect()

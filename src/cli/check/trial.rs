@@ -1,6 +1,6 @@
 //! One file under one rounding model.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use ndarray::ArrayD;
 
@@ -10,7 +10,7 @@ use crate::element::DType;
 use crate::engine::{Numerics, Output, Stored};
 use crate::error::Result;
 use crate::oracle::bias::Twin;
-use crate::oracle::judge::compare;
+use crate::oracle::judge::{compare, judge_with};
 use crate::oracle::{Bounded, HeatMap, Judgement, Verdict, dependence, judge, kernel, vacuity};
 use crate::report::number;
 use crate::routing::Routing;
@@ -67,11 +67,12 @@ pub(super) struct Trial {
 impl Trial {
     /// Judges every result that `wanted` names: against the whole layer, and where the file has
     /// what a kernel read, against that kernel alone.
-    pub fn run(dump: &Dump, model: Model, wanted: impl Fn(Output) -> bool) -> Result<Self> {
+    pub fn run(dump: &Dump, model: Model, wanted: impl Fn(Output) -> bool + Sync) -> Result<Self> {
         let numerics = dump.numerics(model);
         let chosen = dump.choose(&numerics)?;
         let counts = dump.check_counts(&chosen)?;
-        let bounds = dump.bounds(&chosen.routing, &numerics)?;
+        let asked = |output: Output| wanted(output) && dump.results.contains_key(&output);
+        let bounds = dump.bounds_of(&chosen.routing, &numerics, &asked)?;
         let mut judged = Vec::new();
         let mut unjudged = Vec::new();
         for output in Output::RESULTS.into_iter().chain(Output::INTERMEDIATES).filter(|output| wanted(*output)) {
@@ -137,14 +138,17 @@ impl Trial {
     pub fn try_impostors(&mut self, dump: &Dump) -> Result<()> {
         let bounds = std::mem::take(&mut self.bounds);
         let (problem, shared, routing) = (&dump.problem, dump.shared.as_ref(), &self.chosen.routing);
-        let swapped = vacuity::gate_and_up_swapped(problem, shared, routing, &self.numerics)?;
+        let judged: BTreeSet<Output> = bounds.keys().copied().collect();
+        let keep = |output: Output| judged.contains(&output);
+        let swapped = vacuity::gate_and_up_swapped(problem, shared, routing, &self.numerics, &keep)?;
         self.dependent = match shared {
             None => dependence::repetition(problem).map(|what| format!("{what}, so errors are not independent")),
             Some(_) => Some("the statistics of the routed experts leave out a shared expert's part of o and dx".into()),
         };
         let loosest = dump.models().last().map_or(self.numerics, |&model| dump.numerics(model));
         let twin = match self.dependent {
-            None => Some(Twin::new(problem, routing, &loosest)?),
+            // Intermediates share roundings in ways that the twin does not list.
+            None => Some(Twin::of(problem, routing, &loosest, &|output| keep(output) && is_result(output))?),
             Some(_) => None,
         };
         let mut of_experts: Option<Option<Twin>> = None;
@@ -178,7 +182,7 @@ impl Trial {
             }
             let twins = match &mut twins {
                 Some(twins) => twins,
-                none => none.insert(dump.twins(&self.chosen.routing, &self.numerics)?),
+                none => none.insert(dump.twins_of(&self.chosen.routing, &self.numerics, &keep)?),
             };
             let Some(twin) = twins.get(&output) else { continue };
             let of_twin = judge(output, stored, twin)?;
@@ -195,10 +199,6 @@ impl Trial {
 /// The biases of a result that a correct engine does not have: of its size, and towards the result of
 /// an engine that takes gate for up.
 fn biased(twin: &Twin, output: Output, stored: &Stored, swapped: Option<&ArrayD<f64>>) -> Result<Vec<String>> {
-    // Intermediates share roundings in ways that the twin does not list.
-    if !Output::RESULTS.contains(&output) {
-        return Ok(Vec::new());
-    }
     let mut found = Vec::new();
     let Some(truth) = twin.truth(output) else { return Ok(found) };
     let zeros = ArrayD::zeros(truth.raw_dim());
@@ -210,6 +210,10 @@ fn biased(twin: &Twin, output: Output, stored: &Stored, swapped: Option<&ArrayD<
         }
     }
     Ok(found)
+}
+
+fn is_result(output: Output) -> bool {
+    Output::RESULTS.contains(&output)
 }
 
 /// Whether the file has a tensor that one kernel wrote for another to read.
@@ -226,12 +230,10 @@ fn judge_in_file(
     stored: &Stored,
     bounded: &Bounded,
 ) -> Result<Judged> {
-    let order = |values: &ArrayD<f64>| dump.in_file_order(output, values);
-    let bounded = Bounded { truth: order(&bounded.truth)?, bound: order(&bounded.bound)? };
-    let stored = Stored { dtype: stored.dtype, values: order(&stored.values)? };
-    let mut judgement = judge(output, &stored, &bounded)?;
+    let order = dump.file_order(output);
+    let mut judgement = judge_with(output, stored, bounded, order.as_deref())?;
     if matches!(output, Output::Ds | Output::Scores) {
-        judgement.heat = by_token_and_expert(routing, &stored, &bounded);
+        judgement.heat = by_token_and_expert(routing, stored, bounded);
     }
     Ok(Judged { kernel, dtype: stored.dtype, judgement, biased: Vec::new(), impostors: Vec::new(), twin: None })
 }

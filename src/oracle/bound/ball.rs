@@ -12,6 +12,8 @@ const UNIT_OF_TRUTH: f64 = f64::EPSILON / 2.0;
 /// How radii of several sources join.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Measure {
+    /// There are none: midpoints are all that is asked for.
+    Midpoint,
     /// Radii add: no correct engine exceeds them.
     Worst,
     /// Radii are standard deviations of independent errors, uniform within each rounding: squares
@@ -153,14 +155,16 @@ impl Arithmetic {
     /// Two radii of independent sources.
     pub(crate) fn join(&self, a: f64, b: f64) -> f64 {
         match self.measure {
+            Measure::Midpoint => 0.0,
             Measure::Worst => a + b,
-            Measure::Deviation => a.hypot(b),
+            Measure::Deviation => hypotenuse(a, b),
         }
     }
 
     /// A rounding by at most `most` as a radius.
     pub(crate) fn spread(&self, most: f64) -> f64 {
         match self.measure {
+            Measure::Midpoint => 0.0,
             Measure::Worst => most,
             Measure::Deviation => most / 3.0f64.sqrt(),
         }
@@ -171,7 +175,7 @@ impl Arithmetic {
     /// A store to a known type rounds to the nearest number, half a unit in the last place away at most:
     /// the worst case is u·2^⌊log₂(|v| + E)⌋, on average 0.7 times u(|v| + E).
     pub(crate) fn round(&self, rounding: &Rounding, ball: Ball) -> Ball {
-        if ball.rad == 0.0 && rounding.holds(ball.mid) {
+        if self.measure == Measure::Midpoint || (ball.rad == 0.0 && rounding.holds(ball.mid)) {
             return ball;
         }
         let magnitude = ball.magnitude();
@@ -192,8 +196,9 @@ impl Arithmetic {
     /// a·b without a rounding: E = E_a|b| + |a|E_b + E_aE_b.
     pub(crate) fn product(&self, a: Ball, b: Ball) -> Ball {
         let rad = match self.measure {
+            Measure::Midpoint => 0.0,
             Measure::Worst => a.rad * b.mid.abs() + a.magnitude() * b.rad,
-            Measure::Deviation => (a.rad * b.mid).hypot(a.mid * b.rad).hypot(a.rad * b.rad),
+            Measure::Deviation => hypotenuse(hypotenuse(a.rad * b.mid, a.mid * b.rad), a.rad * b.rad),
         };
         // Unknown · 0 is unknown: ∞·0 is NaN in the engine as in `rad`.
         Ball { mid: a.mid * b.mid, rad: known(rad) }
@@ -212,38 +217,57 @@ impl Arithmetic {
     /// The sum of `terms` in any order in a type of roundoff `rounding`, where each sum takes
     /// `roundings` roundings at most: E = ΣE_i + γ Σ(|v_i| + E_i).
     pub(crate) fn sum(&self, rounding: &Rounding, terms: impl Iterator<Item = Ball>, roundings: usize) -> Ball {
-        let (mut mid, mut rad, mut magnitude, mut square) = (0.0, 0.0, 0.0, 0.0);
-        for term in terms {
-            mid += term.mid;
-            rad = self.join(rad, term.rad);
-            magnitude += term.magnitude();
-            square += term.mid * term.mid;
-        }
-        self.summed(rounding, Ball { mid, rad }, magnitude, square, roundings)
+        let mut sum = Sum::default();
+        terms.for_each(|term| sum.add(self, term));
+        self.summed(rounding, sum, roundings)
     }
 
-    /// Σ a·b in any order in the accumulator, `terms` products and addends in all:
-    /// E = Σ(E_a|b| + |a|E_b + E_aE_b) + γ Σ(|a| + E_a)(|b| + E_b).
-    pub(crate) fn dot(&self, factors: impl Iterator<Item = (Ball, Ball)>, terms: usize) -> Ball {
-        self.sum(&self.accumulate, factors.map(|(a, b)| self.product(a, b)), terms)
-    }
-
-    /// What `roundings` roundings add to a sum of Σ|terms| = `magnitude`, Σ terms² = `square`.
+    /// A sum with what `roundings` roundings add to it.
     ///
     /// A partial sum of random terms has a deviation of at most √square, so independent roundings
     /// of them add up to u√(roundings·square/3).
-    pub(crate) fn summed(&self, rounding: &Rounding, sum: Ball, magnitude: f64, square: f64, roundings: usize) -> Ball {
+    pub(crate) fn summed(&self, rounding: &Rounding, sum: Sum, roundings: usize) -> Ball {
+        let Sum { ball, magnitude, square } = sum;
+        if self.measure == Measure::Midpoint {
+            return ball;
+        }
         if magnitude > rounding.largest {
-            return Ball { rad: f64::INFINITY, ..sum };
+            return Ball { rad: f64::INFINITY, ..ball };
         }
         if magnitude == 0.0 || roundings == 0 {
-            return sum;
+            return ball;
         }
         let underflow = 2.0 * roundings as f64 * rounding.underflow;
         let rounded = match self.measure {
+            Measure::Midpoint => 0.0,
             Measure::Worst => rounding.gamma(roundings) * magnitude + underflow.min(magnitude),
             Measure::Deviation => rounding.unit * (roundings as f64 * square / 3.0).sqrt() + underflow.min(magnitude),
         };
-        Ball { rad: self.join(sum.rad, rounded), ..sum }
+        Ball { rad: self.join(ball.rad, rounded), ..ball }
     }
+}
+
+/// A sum so far, before its roundings.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Sum {
+    /// The sum, and what its terms' radii join to.
+    pub(crate) ball: Ball,
+    /// Σ|terms|, with their radii.
+    pub(crate) magnitude: f64,
+    /// Σ terms².
+    pub(crate) square: f64,
+}
+
+impl Sum {
+    pub(crate) fn add(&mut self, arithmetic: &Arithmetic, term: Ball) {
+        self.ball = Ball { mid: self.ball.mid + term.mid, rad: arithmetic.join(self.ball.rad, term.rad) };
+        self.magnitude += term.magnitude();
+        self.square += term.mid * term.mid;
+    }
+}
+
+/// √(a² + b²), by `hypot` where the squares may leave the range of f64.
+fn hypotenuse(a: f64, b: f64) -> f64 {
+    let square = a * a + b * b;
+    if (1e-280..1e280).contains(&square) { square.sqrt() } else { a.hypot(b) }
 }

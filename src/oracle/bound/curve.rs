@@ -165,6 +165,9 @@ impl Arithmetic {
         let [low, high] = curve.range();
         let x = self.clamp(x, low, high);
         let [value, slope, _] = curve.derivatives(x.mid);
+        if self.measure == Measure::Midpoint {
+            return Ball::exact(value);
+        }
         if !x.rad.is_finite() {
             return Ball { mid: value, rad: f64::INFINITY };
         }
@@ -183,6 +186,9 @@ impl Arithmetic {
     /// f′(x) as the accumulator has it.
     pub(crate) fn curve_slope(&self, curve: Curve, x: Ball) -> Ball {
         let [_, slope, second] = curve.derivatives(x.mid);
+        if self.measure == Measure::Midpoint {
+            return Ball::exact(slope);
+        }
         if !x.rad.is_finite() {
             return Ball { mid: slope, rad: f64::INFINITY };
         }
@@ -225,6 +231,9 @@ impl Arithmetic {
     /// σ(x) as the accumulator has it: |σ″| ≤ 0.0963, and |σ″| ≤ e^−m over |x| ≥ m.
     pub(crate) fn sigmoid(&self, x: Ball) -> Ball {
         let (on, off) = logistic(x.mid);
+        if self.measure == Measure::Midpoint {
+            return Ball::exact(on);
+        }
         if !x.rad.is_finite() {
             return Ball { mid: on, rad: f64::INFINITY };
         }
@@ -246,6 +255,7 @@ impl Arithmetic {
         let rad = match self.measure {
             // A NaN in the ball stays one.
             _ if !x.rad.is_finite() => f64::INFINITY,
+            Measure::Midpoint => 0.0,
             Measure::Worst => {
                 let end = |x: f64| (x.clamp(low, high) - mid).abs();
                 end(x.mid + x.rad).max(end(x.mid - x.rad))
@@ -260,6 +270,7 @@ impl Arithmetic {
     /// no bound.
     pub(super) fn reach(&self, rad: f64) -> f64 {
         match self.measure {
+            Measure::Midpoint => 0.0,
             Measure::Worst => rad,
             Measure::Deviation => LIMIT * rad,
         }

@@ -2,13 +2,16 @@
 //! two bias gradients beside them.
 //!
 //! Each function takes balls for what its kernel reads. With radii of 0 it gives the bound of that
-//! kernel alone; with the radii that other kernels left, the bound of the layer.
+//! kernel alone; with the radii that other kernels left, the bound of the layer. A kernel of experts is
+//! there for one expert and for all of them.
 
 use ndarray::Array1;
 
 use super::Model;
-use super::ball::Ball;
+use super::ball::{Ball, Sum};
 use super::matrix::{Balls, Balls2, Balls3, by_expert, of_experts};
+use super::midpoints::{Midpoints, Step};
+use crate::shape::ExpertId;
 
 /// Kernel 4's results.
 pub(crate) struct DownBackward {
@@ -19,24 +22,31 @@ pub(crate) struct DownBackward {
 }
 
 /// Kernel 1: H = X_e W1ᵀ (+ b1) and A = act(H), A from the accumulator before it is rounded to H.
-pub(crate) fn up_forward(model: &Model<'_, '_>) -> [Balls2; 2] {
+pub(super) fn up_forward_of(model: &Model<'_, '_>, known: &Midpoints, expert: ExpertId) -> [Balls2; 2] {
     let arithmetic = &model.arithmetic;
-    by_expert(model.routing, [model.problem.h_width(), model.problem.n()], |expert| {
-        let h = model.pre_activation(expert);
-        let a = Balls2::from_fn(h.mid.nrows(), model.problem.n(), |row, unit| {
-            arithmetic.round(&arithmetic.storage, model.activation(&h, row, unit))
-        });
-        [h.rounded(arithmetic, &arithmetic.storage), a]
-    })
+    let x = Balls::exact(model.gather(model.problem.x(), expert));
+    let h = known.product(Step::Up, arithmetic, &x, model.w1(expert).t(), model.b1(expert));
+    let a = Balls2::from_fn(h.mid.nrows(), model.problem.n(), |row, unit| {
+        arithmetic.round(&arithmetic.storage, model.activation(&h, row, unit))
+    });
+    [h.rounded(arithmetic, &arithmetic.storage), a]
+}
+
+pub(crate) fn up_forward(model: &Model<'_, '_>) -> [Balls2; 2] {
+    let widths = [model.problem.h_width(), model.problem.n()];
+    by_expert(model.routing, widths, |expert| up_forward_of(model, &Midpoints::default(), expert))
 }
 
 /// Kernel 2: Y = A W2ᵀ (+ b2).
-pub(crate) fn down_forward(model: &Model<'_, '_>, a: &Balls2) -> Balls2 {
+pub(super) fn down_forward_of(model: &Model<'_, '_>, known: &Midpoints, expert: ExpertId, a: &Balls2) -> Balls2 {
     let arithmetic = &model.arithmetic;
+    let y = known.product(Step::Down, arithmetic, a, model.w2(expert).t(), model.b2(expert));
+    y.rounded(arithmetic, &arithmetic.storage)
+}
+
+pub(crate) fn down_forward(model: &Model<'_, '_>, a: &Balls2) -> Balls2 {
     let [y] = by_expert(model.routing, [model.problem.d()], |expert| {
-        let a = a.rows(model.routing.rows_of_expert(expert));
-        let b2 = model.b2(expert);
-        [arithmetic.matrix_product(&a, model.w2(expert).t(), b2).rounded(arithmetic, &arithmetic.storage)]
+        [down_forward_of(model, &Midpoints::default(), expert, &a.rows(model.routing.rows_of_expert(expert)))]
     });
     y
 }
@@ -48,48 +58,55 @@ pub(crate) fn combine(model: &Model<'_, '_>, y: &Balls2, scores: &[Ball]) -> Bal
 }
 
 /// Kernel 4: G = dO_e W2; dS = ⟨G, A⟩ + ⟨dO, b2⟩; dH = dact(s·G, H); A′ = s·A, with A recomputed
-/// from the stored H.
-pub(crate) fn down_backward_activation(model: &Model<'_, '_>, h: &Balls2, scores: &[Ball]) -> DownBackward {
+/// from the stored H. `h` and `s` are those of the expert's rows.
+pub(super) fn down_backward_activation_of(
+    model: &Model<'_, '_>,
+    known: &Midpoints,
+    expert: ExpertId,
+    h: &Balls2,
+    s: &[Ball],
+) -> DownBackward {
     let (problem, arithmetic) = (model.problem, &model.arithmetic);
+    let dout = model.gather(problem.dout(), expert);
+    let of_bias = model.b2(expert).map(|b2| OfBias::new(&dout, &b2.to_owned()));
+    let g = known.product(Step::DownBackward, arithmetic, &Balls::exact(dout), model.w2(expert), None);
+
+    let store = |ball| arithmetic.round(&arithmetic.storage, ball);
+    let mut dh = Balls2::zeros(s.len(), problem.h_width());
+    let mut a_prime = Balls2::zeros(s.len(), problem.n());
+    let mut ds = Vec::with_capacity(s.len());
+    for (row, &score) in s.iter().enumerate() {
+        let mut sum = Sum::default();
+        for unit in 0..problem.n() {
+            let g = g.at(row, unit);
+            let a = model.activation(h, row, unit);
+            sum.add(arithmetic, arithmetic.product(g, a));
+            a_prime.set(row, unit, store(arithmetic.multiply(score, a)));
+            model.activation_backward(h, row, unit, arithmetic.multiply(score, g), |column, gradient| {
+                dh.set(row, column, store(gradient));
+            });
+        }
+        let terms = problem.n() + if of_bias.is_some() { problem.d() } else { 0 };
+        let mut sum = arithmetic.summed(&arithmetic.accumulate, sum, terms);
+        if let Some(of_bias) = &of_bias {
+            sum.mid += of_bias.value[row];
+            let of_bias =
+                Sum { ball: Ball::exact(0.0), magnitude: of_bias.magnitude[row], square: of_bias.square[row] };
+            let rounded = arithmetic.summed(&arithmetic.accumulate, of_bias, terms);
+            sum.rad = arithmetic.join(sum.rad, rounded.rad);
+        }
+        ds.push(arithmetic.round(&arithmetic.score, sum));
+    }
+    DownBackward { dh, a_prime, ds }
+}
+
+pub(crate) fn down_backward_activation(model: &Model<'_, '_>, h: &Balls2, scores: &[Ball]) -> DownBackward {
+    let problem = model.problem;
     let [dh, a_prime, ds] = by_expert(model.routing, [problem.h_width(), problem.n(), 1], |expert| {
         let rows = model.routing.rows_of_expert(expert);
-        let (h, s) = (h.rows(rows.clone()), &scores[rows.clone()]);
-        let dout = model.gather(problem.dout(), expert);
-        let of_bias = model.b2(expert).map(|b2| OfBias::new(&dout, &b2.to_owned()));
-        let g = arithmetic.matrix_product(&Balls::exact(dout), model.w2(expert), None);
-
-        let store = |ball| arithmetic.round(&arithmetic.storage, ball);
-        let mut dh = Balls2::zeros(rows.len(), problem.h_width());
-        let mut a_prime = Balls2::zeros(rows.len(), problem.n());
-        let mut ds = Balls2::zeros(rows.len(), 1);
-        for (row, &score) in s.iter().enumerate() {
-            let mut factors = Vec::with_capacity(problem.n());
-            for unit in 0..problem.n() {
-                let g = g.at(row, unit);
-                let a = model.activation(&h, row, unit);
-                factors.push((g, a));
-                a_prime.set(row, unit, store(arithmetic.multiply(score, a)));
-                model.activation_backward(&h, row, unit, arithmetic.multiply(score, g), |column, gradient| {
-                    dh.set(row, column, store(gradient));
-                });
-            }
-            let terms = problem.n() + if of_bias.is_some() { problem.d() } else { 0 };
-            let mut sum = arithmetic.dot(factors.into_iter(), terms);
-            if let Some(of_bias) = &of_bias {
-                sum.mid += of_bias.value[row];
-                let addend = Ball::exact(0.0);
-                let rounded = arithmetic.summed(
-                    &arithmetic.accumulate,
-                    addend,
-                    of_bias.magnitude[row],
-                    of_bias.square[row],
-                    terms,
-                );
-                sum.rad = arithmetic.join(sum.rad, rounded.rad);
-            }
-            ds.set(row, 0, arithmetic.round(&arithmetic.score, sum));
-        }
-        [dh, a_prime, ds]
+        let (h, s) = (h.rows(rows.clone()), &scores[rows]);
+        let DownBackward { dh, a_prime, ds } = down_backward_activation_of(model, &Midpoints::default(), expert, &h, s);
+        [dh, a_prime, Balls2::from_fn(ds.len(), 1, |row, _| ds[row])]
     });
     let ds = ds.mid.iter().zip(&ds.rad).map(|(&mid, &rad)| Ball { mid, rad }).collect();
     DownBackward { dh, a_prime, ds }
@@ -112,35 +129,59 @@ impl OfBias {
     }
 }
 
-/// Kernel 5: dW2 = dO_eᵀ A′.
+/// Kernel 5: dW2 = dO_eᵀ A′. `a_prime` is that of the expert's rows.
+pub(super) fn down_backward_weight_of(
+    model: &Model<'_, '_>,
+    known: &Midpoints,
+    expert: ExpertId,
+    a_prime: Balls2,
+) -> Balls2 {
+    let arithmetic = &model.arithmetic;
+    let dout = model.gather(model.problem.dout(), expert);
+    // (A′ᵀ dO)ᵀ, so that the exact operand stands on the right.
+    let transposed = known.product(Step::DownWeight, arithmetic, &a_prime.transposed(), dout.view(), None);
+    transposed.transposed().rounded(arithmetic, &arithmetic.storage)
+}
+
 pub(crate) fn down_backward_weight(model: &Model<'_, '_>, a_prime: &Balls2) -> Balls3 {
-    let (problem, arithmetic) = (model.problem, &model.arithmetic);
-    of_experts(model.routing, (problem.d(), problem.n()), |expert| {
+    of_experts(model.routing, (model.problem.d(), model.problem.n()), |expert| {
         let a_prime = a_prime.rows(model.routing.rows_of_expert(expert));
-        let dout = model.gather(problem.dout(), expert);
-        // (A′ᵀ dO)ᵀ, so that the exact operand stands on the right.
-        let transposed = arithmetic.matrix_product(&a_prime.transposed(), dout.view(), None);
-        transposed.transposed().rounded(arithmetic, &arithmetic.storage)
+        down_backward_weight_of(model, &Midpoints::default(), expert, a_prime)
     })
 }
 
-/// Kernel 6: dX̃ = dH W1.
-pub(crate) fn up_backward_activation(model: &Model<'_, '_>, dh: &Balls2) -> Balls2 {
+/// Kernel 6: dX̃ = dH W1. `dh` is that of the expert's rows.
+pub(super) fn up_backward_activation_of(
+    model: &Model<'_, '_>,
+    known: &Midpoints,
+    expert: ExpertId,
+    dh: &Balls2,
+) -> Balls2 {
     let arithmetic = &model.arithmetic;
+    let product = known.product(Step::UpBackward, arithmetic, dh, model.w1(expert), None);
+    product.rounded(arithmetic, &arithmetic.storage)
+}
+
+pub(crate) fn up_backward_activation(model: &Model<'_, '_>, dh: &Balls2) -> Balls2 {
     let [dx_expanded] = by_expert(model.routing, [model.problem.d()], |expert| {
         let dh = dh.rows(model.routing.rows_of_expert(expert));
-        [arithmetic.matrix_product(&dh, model.w1(expert), None).rounded(arithmetic, &arithmetic.storage)]
+        [up_backward_activation_of(model, &Midpoints::default(), expert, &dh)]
     });
     dx_expanded
 }
 
-/// Kernel 7: dW1 = dHᵀ X_e.
+/// Kernel 7: dW1 = dHᵀ X_e. `dh` is that of the expert's rows.
+pub(super) fn up_backward_weight_of(model: &Model<'_, '_>, known: &Midpoints, expert: ExpertId, dh: Balls2) -> Balls2 {
+    let arithmetic = &model.arithmetic;
+    let x = model.gather(model.problem.x(), expert);
+    let product = known.product(Step::UpWeight, arithmetic, &dh.transposed(), x.view(), None);
+    product.rounded(arithmetic, &arithmetic.storage)
+}
+
 pub(crate) fn up_backward_weight(model: &Model<'_, '_>, dh: &Balls2) -> Balls3 {
-    let (problem, arithmetic) = (model.problem, &model.arithmetic);
-    of_experts(model.routing, (problem.h_width(), problem.d()), |expert| {
+    of_experts(model.routing, (model.problem.h_width(), model.problem.d()), |expert| {
         let dh = dh.rows(model.routing.rows_of_expert(expert));
-        let x = model.gather(problem.x(), expert);
-        arithmetic.matrix_product(&dh.transposed(), x.view(), None).rounded(arithmetic, &arithmetic.storage)
+        up_backward_weight_of(model, &Midpoints::default(), expert, dh)
     })
 }
 
@@ -150,18 +191,25 @@ pub(crate) fn combine_gradient(model: &Model<'_, '_>, dx_expanded: &Balls2) -> B
     arithmetic.combine(dx_expanded, None, model.routing).rounded(arithmetic, &arithmetic.storage)
 }
 
-/// db1 = Σ dH over the expert's rows, of the stored dH.
-pub(crate) fn b1_gradient(model: &Model<'_, '_>, dh: &Balls2) -> Balls2 {
-    model.sum_over_rows(dh.mid.ncols(), |row, column| dh.at(row, column), |rows| rows.saturating_sub(1))
+/// db1 = Σ dH over the rows of one expert, of the stored dH.
+pub(super) fn b1_gradient_of(model: &Model<'_, '_>, dh: &Balls2) -> Vec<Ball> {
+    let rows = dh.mid.nrows();
+    model.sum_of_rows(rows, dh.mid.ncols(), |row, column| dh.at(row, column), rows.saturating_sub(1))
 }
 
-/// db2 = Σ s·dO over the expert's rows.
+pub(crate) fn b1_gradient(model: &Model<'_, '_>, dh: &Balls2) -> Balls2 {
+    model.of_each_expert(dh.mid.ncols(), |expert| b1_gradient_of(model, &dh.rows(model.routing.rows_of_expert(expert))))
+}
+
+/// db2 = Σ s·dO over the rows of one expert, whose scores are `s`.
+pub(super) fn b2_gradient_of(model: &Model<'_, '_>, expert: ExpertId, s: &[Ball]) -> Vec<Ball> {
+    let dout = model.gather(model.problem.dout(), expert);
+    let term = |row: usize, column: usize| model.arithmetic.product(s[row], Ball::exact(dout[[row, column]]));
+    model.sum_of_rows(s.len(), model.problem.d(), term, s.len())
+}
+
 pub(crate) fn b2_gradient(model: &Model<'_, '_>, scores: &[Ball]) -> Balls2 {
-    let arithmetic = &model.arithmetic;
-    let dout = model.problem.dout();
-    let term = |row: usize, column: usize| {
-        let token = model.routing.row_token()[row].index();
-        arithmetic.product(scores[row], Ball::exact(dout[[token, column]]))
-    };
-    model.sum_over_rows(model.problem.d(), term, |rows| rows)
+    model.of_each_expert(model.problem.d(), |expert| {
+        b2_gradient_of(model, expert, &scores[model.routing.rows_of_expert(expert)])
+    })
 }

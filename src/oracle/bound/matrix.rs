@@ -11,6 +11,7 @@ use ndarray::{
 use rayon::prelude::*;
 
 use super::ball::{Arithmetic, Ball, Measure, Rounding, known};
+use super::product::{at_least, product};
 use crate::oracle::judge::Bounded;
 use crate::routing::Routing;
 use crate::shape::{ExpertId, TokenId};
@@ -105,6 +106,15 @@ impl Balls1 {
     }
 }
 
+/// A·B (+ one row of addends).
+pub(super) fn midpoint(a: &Array2<f64>, b: ArrayView2<'_, f64>, addend: Option<ArrayView1<'_, f64>>) -> Array2<f64> {
+    let mut mid = product(a.view(), b);
+    if let Some(addend) = addend {
+        mid += &addend;
+    }
+    mid
+}
+
 impl Arithmetic {
     /// A·B (+ one row of addends), B exact, summed in any order in the accumulator.
     pub(crate) fn matrix_product(
@@ -113,49 +123,58 @@ impl Arithmetic {
         b: ArrayView2<'_, f64>,
         addend: Option<ArrayView1<'_, f64>>,
     ) -> Balls2 {
-        let terms = a.mid.ncols() + usize::from(addend.is_some());
-        let gamma = self.accumulate.gamma(terms);
-        let mut mid = a.mid.dot(&b);
-        let mut magnitude = match self.measure {
-            Measure::Worst => {
-                let lift = (1.0 + gamma) / gamma;
-                let weight = Zip::from(&a.mid).and(&a.rad).map_collect(|mid, rad| mid.abs() + lift * rad);
-                weight.dot(&b.mapv(f64::abs))
-            }
-            Measure::Deviation => {
-                let scale = self.deviation_of_sum(terms);
-                let weight = Zip::from(&a.mid).and(&a.rad).map_collect(|mid, rad| scale * mid * mid + rad * rad);
-                weight.dot(&b.mapv(|b| b * b))
-            }
-        };
-        if let Some(addend) = addend {
-            mid += &addend;
-            match self.measure {
-                Measure::Worst => magnitude += &addend.mapv(f64::abs),
-                Measure::Deviation => magnitude += &addend.mapv(|b| self.deviation_of_sum(terms) * b * b),
-            }
-        }
-        self.finish(Balls { mid, rad: magnitude }, terms)
+        self.matrix_product_about(midpoint(&a.mid, b, addend), a, b, addend)
     }
 
-    /// A·B with both operands inexact: one product more for (|A| + E_A)·E_B.
-    pub(crate) fn matrix_product_of_balls(&self, a: &Balls2, b: &Balls2) -> Balls2 {
+    /// The same where its midpoint is known.
+    pub(super) fn matrix_product_about(
+        &self,
+        mid: Array2<f64>,
+        a: &Balls2,
+        b: ArrayView2<'_, f64>,
+        addend: Option<ArrayView1<'_, f64>>,
+    ) -> Balls2 {
+        let terms = a.mid.ncols() + usize::from(addend.is_some());
+        let (gamma, scale) = (self.accumulate.gamma(terms), self.deviation_of_sum(terms));
+        let radius = self.radius_of_sum(terms);
+        let rad = match self.measure {
+            Measure::Midpoint => return Balls::exact(mid),
+            Measure::Worst => {
+                let lift = (1.0 + gamma) / gamma;
+                at_least((&a.mid, &a.rad, |mid: f64, rad: f64| mid.abs() + lift * rad), (b, f64::abs), |column, sum| {
+                    radius(sum + addend.map_or(0.0, |addend| addend[column].abs()))
+                })
+            }
+            Measure::Deviation => at_least(
+                (&a.mid, &a.rad, |mid: f64, rad: f64| scale * mid * mid + rad * rad),
+                (b, |b: f64| b * b),
+                |column, sum| {
+                    let of_addend = addend.map_or(0.0, |addend| scale * addend[column] * addend[column]);
+                    radius(sum + of_addend)
+                },
+            ),
+        };
+        Balls { mid, rad }
+    }
+
+    /// A·B about `mid` with both operands inexact: one product more for (|A| + E_A)·E_B.
+    pub(super) fn matrix_product_of_balls_about(&self, mid: Array2<f64>, a: &Balls2, b: &Balls2) -> Balls2 {
         let terms = a.mid.ncols();
-        let mut product = self.matrix_product(a, b.mid.view(), None);
-        match self.measure {
+        let mut product = self.matrix_product_about(mid, a, b.mid.view(), None);
+        let more = match self.measure {
+            Measure::Midpoint => return product,
             Measure::Worst => {
                 let gamma = self.accumulate.gamma(terms);
                 let lift = (1.0 + gamma) / gamma;
-                let weight = Zip::from(&a.mid).and(&a.rad).map_collect(|mid, rad| lift * (mid.abs() + rad));
-                product.rad.scaled_add(gamma, &weight.dot(&b.rad));
+                let weigh = |mid: f64, rad: f64| lift * (mid.abs() + rad);
+                at_least((&a.mid, &a.rad, weigh), (b.rad.view(), |rad: f64| rad), |_, sum| gamma * sum)
             }
             Measure::Deviation => {
-                let weight = Zip::from(&a.mid).and(&a.rad).map_collect(|mid, rad| mid * mid + rad * rad);
-                let more = weight.dot(&b.rad.mapv(|rad| rad * rad));
-                Zip::from(&mut product.rad).and(&more).for_each(|rad, more| *rad = (*rad * *rad + more).sqrt());
+                let weigh = |mid: f64, rad: f64| mid * mid + rad * rad;
+                at_least((&a.mid, &a.rad, weigh), (b.rad.view(), |rad: f64| rad * rad), |_, sum| sum.sqrt())
             }
-        }
-        product.rad.mapv_inplace(known);
+        };
+        product.rad.zip_mut_with(&more, |rad, more| *rad = known(self.join(*rad, *more)));
         product
     }
 
@@ -164,19 +183,21 @@ impl Arithmetic {
         terms as f64 * self.accumulate.unit * self.accumulate.unit / 3.0
     }
 
-    /// What holds of every product: terms that underflow, sums that overflow, unknown terms times 0.
-    /// The radius holds Σ|a||b| with the operands' errors, or what the deviations' squares add up to.
-    fn finish(&self, mut product: Balls2, terms: usize) -> Balls2 {
+    /// The radius of a sum of m products: terms may underflow, sums overflow, unknown terms be times 0. It is
+    /// a function of Σ|a||b| with the operands' errors, or of what the deviations' squares add up to.
+    fn radius_of_sum(&self, terms: usize) -> impl Fn(f64) -> f64 {
         // By each product of the engine and of the truth, and by γ times the sum.
         let underflow = (2 * terms + 1) as f64 * self.accumulate.underflow;
         let (gamma, scale) = (self.accumulate.gamma(terms), self.deviation_of_sum(terms).sqrt());
-        let radius = |sum: f64| match self.measure {
-            Measure::Worst if sum > self.accumulate.largest => f64::INFINITY,
-            Measure::Worst => gamma * sum + underflow.min(sum),
-            Measure::Deviation => sum.sqrt() + underflow.min(sum.sqrt() / scale),
-        };
-        product.rad.mapv_inplace(|sum| known(radius(sum)));
-        product
+        let (measure, largest) = (self.measure, self.accumulate.largest);
+        move |sum| {
+            known(match measure {
+                Measure::Midpoint => 0.0,
+                Measure::Worst if sum > largest => f64::INFINITY,
+                Measure::Worst => gamma * sum + underflow.min(sum),
+                Measure::Deviation => sum.sqrt() + underflow.min(sum.sqrt() / scale),
+            })
+        }
     }
 
     /// Σ over each token's rows of weight · row in the accumulator; a token without rows gets an

@@ -24,8 +24,11 @@ pub(crate) mod eager;
 pub(crate) mod fused;
 mod gpt_oss;
 mod grouped;
+pub(crate) mod layer;
 pub(crate) mod matrix;
+mod midpoints;
 mod model;
+mod product;
 pub(crate) mod router;
 mod shared;
 
@@ -35,12 +38,17 @@ pub(crate) use model::Model;
 pub use shared::layer_beside;
 pub(crate) use shared::propagate_beside;
 
-use crate::engine::{Numerics, Output, RoundingModel};
+use ndarray::ArrayD;
+
+use crate::engine::{Numerics, Output};
 use crate::error::{Error, Result};
 use crate::oracle::judge::Bounded;
 use crate::problem::{Gating, Problem};
 use crate::routing::Routing;
 use ball::{Ball, Measure};
+pub(crate) use layer::Found;
+pub use layer::Keep;
+use layer::Kernels;
 use matrix::{Balls1, Balls2};
 
 /// The truth and the bound of every result and intermediate of a layer, by the routing that an
@@ -88,6 +96,32 @@ pub fn layer(problem: &Problem<'_, f64>, routing: &Routing, numerics: &Numerics)
     propagate(problem, routing, numerics, Measure::Worst)
 }
 
+/// The same of the results that `keep` names; what only others need is not computed.
+///
+/// # Errors
+/// As [`layer`].
+pub fn layer_of(
+    problem: &Problem<'_, f64>,
+    routing: &Routing,
+    numerics: &Numerics,
+    keep: Keep<'_>,
+) -> Result<BTreeMap<Output, Bounded>> {
+    propagate_of(problem, routing, numerics, Measure::Worst, keep)
+}
+
+/// The truth of the results that `keep` names, as [`layer`] has it, without a bound.
+///
+/// # Errors
+/// As [`layer`].
+pub fn truth_of(
+    problem: &Problem<'_, f64>,
+    routing: &Routing,
+    numerics: &Numerics,
+    keep: Keep<'_>,
+) -> Result<BTreeMap<Output, ArrayD<f64>>> {
+    Ok(propagate_all(problem, routing, &[(*numerics, Measure::Midpoint)], keep)?.truths)
+}
+
 /// Balls of every result, radii joined by `measure`.
 pub(crate) fn propagate(
     problem: &Problem<'_, f64>,
@@ -95,121 +129,119 @@ pub(crate) fn propagate(
     numerics: &Numerics,
     measure: Measure,
 ) -> Result<BTreeMap<Output, Bounded>> {
-    let model = Model::new(problem, routing, numerics, measure);
-    let Parts { mut bounds, o, dx_of_experts, dx_of_router } = parts(&model)?;
-    bounds.insert(Output::O, o.bounded());
-    let dx = match dx_of_router {
-        Some(dx_of_router) => add_router_part(&model, dx_of_experts, &dx_of_router),
-        None => dx_of_experts,
-    };
-    bounds.insert(Output::Dx, dx.bounded());
-    Ok(bounds)
+    propagate_of(problem, routing, numerics, measure, &|_| true)
 }
 
-/// The results of a layer, but for o and dx as their parts.
+/// Balls of the results that `keep` names.
+pub(crate) fn propagate_of(
+    problem: &Problem<'_, f64>,
+    routing: &Routing,
+    numerics: &Numerics,
+    measure: Measure,
+    keep: Keep<'_>,
+) -> Result<BTreeMap<Output, Bounded>> {
+    bounds_of(propagate_all(problem, routing, &[(*numerics, measure)], keep)?)
+}
+
+/// The first arithmetic's radii as bounds.
+fn bounds_of(found: Found) -> Result<BTreeMap<Output, Bounded>> {
+    let Found { truths, radii } = found;
+    let mut radii = radii.into_iter().next().unwrap_or_default();
+    let bounds = truths.into_iter().map(|(output, truth)| match radii.remove(&output) {
+        Some(bound) => Ok((output, Bounded { truth, bound })),
+        None => Err(Error::internal(format!("{output} has a truth and no radius"))),
+    });
+    bounds.collect()
+}
+
+/// Truth and radii of the results that `keep` names, for several arithmetics of one rounding model.
+pub(crate) fn propagate_all(
+    problem: &Problem<'_, f64>,
+    routing: &Routing,
+    arithmetics: &[(Numerics, Measure)],
+    keep: Keep<'_>,
+) -> Result<Found> {
+    let models: Vec<Model<'_, '_>> =
+        arithmetics.iter().map(|(numerics, measure)| Model::new(problem, routing, numerics, *measure)).collect();
+    let Parts { mut found, kernels } = parts(&models, keep)?;
+    for ((model, kernels), radii) in models.iter().zip(kernels).zip(&mut found.radii) {
+        let OfTokens { o, dx_of_experts, dx_of_router } = kernels;
+        let dx = match (dx_of_experts, dx_of_router) {
+            (Some(experts), Some(router)) => Some(add_router_part(model, experts, &router)),
+            (experts, _) => experts,
+        };
+        for (output, balls) in [(Output::O, o), (Output::Dx, dx)] {
+            let Some(Balls2 { mid, rad }) = balls else { continue };
+            found.truths.entry(output).or_insert_with(|| mid.into_dyn());
+            radii.insert(output, rad.into_dyn());
+        }
+    }
+    Ok(found)
+}
+
+/// The results of a layer, but for o and dx as their parts, one of each arithmetic.
 struct Parts {
-    bounds: BTreeMap<Output, Bounded>,
-    o: Balls2,
-    dx_of_experts: Balls2,
+    found: Found,
+    kernels: Vec<OfTokens>,
+}
+
+/// What is asked for of o and dx.
+struct OfTokens {
+    o: Option<Balls2>,
+    dx_of_experts: Option<Balls2>,
     dx_of_router: Option<Balls2>,
 }
 
-fn parts(model: &Model<'_, '_>) -> Result<Parts> {
-    let (problem, routing) = (model.problem, model.routing);
+fn parts(models: &[Model<'_, '_>], keep: Keep<'_>) -> Result<Parts> {
+    let mut found = Found::default();
+    let Some(first) = models.first() else { return Ok(Parts { found, kernels: Vec::new() }) };
+    let (problem, routing) = (first.problem, first.routing);
     check_routing(problem, routing)?;
-    let mut bounds = BTreeMap::new();
 
-    let logits = match problem.gating() {
-        Gating::Router(router) => Some(router::logits(model, router)),
-        Gating::Given { .. } => None,
-    };
-    let scores = match (problem.gating(), &logits) {
-        (Gating::Router(router), Some(logits)) => router::scores(model, router, logits),
-        (Gating::Given { scores, .. }, _) => scores.iter().copied().map(Ball::exact).collect(),
-        (Gating::Router(_), None) => return Err(Error::internal("a router has logits")),
-    };
-    let score_of_row = routing.to_rows(&scores);
+    let logits: Vec<Option<Balls2>> = models
+        .iter()
+        .map(|model| match problem.gating() {
+            Gating::Router(router) => Some(router::logits(model, router)),
+            Gating::Given { .. } => None,
+        })
+        .collect();
+    let scores = models.iter().zip(&logits).map(|(model, logits)| match (problem.gating(), logits) {
+        (Gating::Router(router), Some(logits)) => Ok(router::scores(model, router, logits)),
+        (Gating::Given { scores, .. }, _) => Ok(scores.iter().copied().map(Ball::exact).collect()),
+        (Gating::Router(_), None) => Err(Error::internal("a router has logits")),
+    });
+    let scores: Vec<Vec<Ball>> = scores.collect::<Result<_>>()?;
+    let score_of_row: Vec<Vec<Ball>> = scores.iter().map(|scores| routing.to_rows(scores)).collect();
 
-    let Kernels { o, dx: dx_of_experts, ds } = match model.rounding {
-        RoundingModel::Fused => fused_layer(model, &score_of_row, &mut bounds),
-        RoundingModel::Eager => eager_layer(model, &score_of_row, &mut bounds),
-    };
-    let ds = routing.to_pairs(&ds);
-
-    let dx_of_router = match (problem.gating(), &logits) {
-        (Gating::Router(router), Some(logits)) => {
-            let dlogits = router::dlogits(model, router, logits, &scores, &ds);
-            let dx = router::dx(model, router, &dlogits);
-            bounds.insert(Output::DrouterW, router::w_gradient(model, &dlogits).bounded());
-            if router.b.is_some() {
-                bounds.insert(Output::DrouterB, router::b_gradient(model, &dlogits).bounded());
+    let of_kernels = layer::kernels(models, &score_of_row, keep, &mut found)?;
+    let mut kernels = Vec::new();
+    for (lane, Kernels { o, dx, ds }) in of_kernels.into_iter().enumerate() {
+        let model = &models[lane];
+        let mut put = |output: Output, bounded: Bounded| {
+            if keep(output) {
+                found.truths.entry(output).or_insert(bounded.truth);
+                found.radii[lane].insert(output, bounded.bound);
             }
-            bounds.insert(Output::Dlogits, dlogits.bounded());
-            Some(dx)
+        };
+        let ds = routing.to_pairs(&ds);
+        let mut dx_of_router = None;
+        if let (Gating::Router(router), Some(logits)) = (problem.gating(), &logits[lane]) {
+            let dlogits = router::dlogits(model, router, logits, &scores[lane], &ds);
+            dx_of_router = dx.is_some().then(|| router::dx(model, router, &dlogits));
+            if keep(Output::DrouterW) {
+                put(Output::DrouterW, router::w_gradient(model, &dlogits).bounded());
+            }
+            if router.b.is_some() {
+                put(Output::DrouterB, router::b_gradient(model, &dlogits).bounded());
+            }
+            put(Output::Dlogits, dlogits.bounded());
+            put(Output::Logits, logits.clone().bounded());
+            put(Output::Scores, Balls1::from_balls(scores[lane].iter().copied()).bounded());
         }
-        _ => None,
-    };
-    bounds.insert(Output::Ds, Balls1::from_balls(ds).bounded());
-    if let Some(logits) = logits {
-        bounds.insert(Output::Logits, logits.bounded());
-        bounds.insert(Output::Scores, Balls1::from_balls(scores).bounded());
+        put(Output::Ds, Balls1::from_balls(ds).bounded());
+        kernels.push(OfTokens { o, dx_of_experts: dx, dx_of_router });
     }
-    Ok(Parts { bounds, o, dx_of_experts, dx_of_router })
-}
-
-/// What the kernels give to the router: o, the experts' dx, ds by row.
-struct Kernels {
-    o: Balls2,
-    dx: Balls2,
-    ds: Vec<Ball>,
-}
-
-/// The eight kernels one after the other.
-fn fused_layer(model: &Model<'_, '_>, scores: &[Ball], bounds: &mut BTreeMap<Output, Bounded>) -> Kernels {
-    let [h, a] = fused::up_forward(model);
-    let y = fused::down_forward(model, &a);
-    bounds.insert(Output::A, a.bounded());
-    let o = fused::combine(model, &y, scores);
-    bounds.insert(Output::Y, y.bounded());
-
-    let fused::DownBackward { dh, a_prime, ds } = fused::down_backward_activation(model, &h, scores);
-    bounds.insert(Output::H, h.bounded());
-    bounds.insert(Output::Dw2, fused::down_backward_weight(model, &a_prime).bounded());
-    bounds.insert(Output::APrime, a_prime.bounded());
-    let dx_expanded = fused::up_backward_activation(model, &dh);
-    bounds.insert(Output::Dw1, fused::up_backward_weight(model, &dh).bounded());
-    if model.problem.b1().is_some() {
-        bounds.insert(Output::Db1, fused::b1_gradient(model, &dh).bounded());
-        bounds.insert(Output::Db2, fused::b2_gradient(model, scores).bounded());
-    }
-    bounds.insert(Output::Dh, dh.bounded());
-    let dx = fused::combine_gradient(model, &dx_expanded);
-    bounds.insert(Output::DxExpanded, dx_expanded.bounded());
-    Kernels { o, dx, ds }
-}
-
-/// The same layer op by op.
-fn eager_layer(model: &Model<'_, '_>, scores: &[Ball], bounds: &mut BTreeMap<Output, Bounded>) -> Kernels {
-    let h = eager::up_forward(model);
-    let a = eager::activate(model, &h);
-    let y = eager::down_forward(model, &a);
-    let o = eager::combine(model, &y, scores);
-
-    let eager::DownBackward { dh, ds } = eager::down_backward_activation(model, &h, &y, scores);
-    bounds.insert(Output::H, h.bounded());
-    bounds.insert(Output::Y, y.bounded());
-    bounds.insert(Output::Dw2, eager::down_backward_weight(model, &a, scores).bounded());
-    bounds.insert(Output::A, a.bounded());
-    let dx_expanded = fused::up_backward_activation(model, &dh);
-    bounds.insert(Output::Dw1, fused::up_backward_weight(model, &dh).bounded());
-    if model.problem.b1().is_some() {
-        bounds.insert(Output::Db1, fused::b1_gradient(model, &dh).bounded());
-        bounds.insert(Output::Db2, eager::b2_gradient(model, scores).bounded());
-    }
-    bounds.insert(Output::Dh, dh.bounded());
-    let dx = eager::combine_gradient(model, &dx_expanded);
-    bounds.insert(Output::DxExpanded, dx_expanded.bounded());
-    Kernels { o, dx, ds }
+    Ok(Parts { found, kernels })
 }
 
 /// dx = store(store(experts) + store(router)).

@@ -2,10 +2,10 @@
 
 use ndarray::{Array2, ArrayView1, ArrayView2, Axis};
 
-use super::ball::{Arithmetic, Ball, Measure};
+use super::ball::{Arithmetic, Ball, Measure, Sum};
 use super::curve::Curve;
 use super::gpt_oss;
-use super::matrix::{Balls, Balls2};
+use super::matrix::Balls2;
 use crate::activation::Activation;
 use crate::engine::{Numerics, RoundingModel};
 use crate::problem::Problem;
@@ -59,6 +59,11 @@ impl<'a, 'p> Model<'a, 'p> {
         (0..self.routing.tokens() as u32).map(TokenId)
     }
 
+    /// How many rows one token has.
+    pub(crate) fn rows_of_token(&self, token: usize) -> usize {
+        self.routing.rows_of_token(TokenId(token as u32)).len()
+    }
+
     /// The pairs of one token, in pair order.
     pub(crate) fn pairs_of_token(&self, token: TokenId) -> Vec<usize> {
         let row_pair = self.routing.row_pair();
@@ -67,12 +72,6 @@ impl<'a, 'p> Model<'a, 'p> {
 
     pub(crate) fn expert_of_pair(&self, pair: usize) -> usize {
         self.routing.pair_expert()[pair].index()
-    }
-
-    /// X_e W1ᵀ (+ b1), in the accumulator.
-    pub(crate) fn pre_activation(&self, expert: ExpertId) -> Balls2 {
-        let x = Balls::exact(self.gather(self.problem.x(), expert));
-        self.arithmetic.matrix_product(&x, self.w1(expert).t(), self.b1(expert))
     }
 
     /// act(H) at one unit, in the accumulator.
@@ -125,20 +124,36 @@ impl<'a, 'p> Model<'a, 'p> {
         }
     }
 
-    /// (E, columns): the sum of `term(row, column)` over each expert's rows in the accumulator, stored;
-    /// `roundings` tells how many roundings a sum of so many rows takes.
-    pub(crate) fn sum_over_rows(
+    /// The sums of `term(row, column)` over `rows` rows in the accumulator, `roundings` in each, stored.
+    pub(crate) fn sum_of_rows(
         &self,
+        rows: usize,
         columns: usize,
         term: impl Fn(usize, usize) -> Ball,
-        roundings: impl Fn(usize) -> usize,
-    ) -> Balls2 {
+        roundings: usize,
+    ) -> Vec<Ball> {
         let arithmetic = &self.arithmetic;
-        Balls2::from_fn(self.routing.experts(), columns, |expert, column| {
-            let rows = self.routing.rows_of_expert(ExpertId(expert as u32));
-            let roundings = roundings(rows.len());
-            let sum = arithmetic.sum(&arithmetic.accumulate, rows.map(|row| term(row, column)), roundings);
+        let mut sums = vec![Sum::default(); columns];
+        for row in 0..rows {
+            for (column, sum) in sums.iter_mut().enumerate() {
+                sum.add(arithmetic, term(row, column));
+            }
+        }
+        let stored = sums.into_iter().map(|sum| {
+            let sum = arithmetic.summed(&arithmetic.accumulate, sum, roundings);
             arithmetic.round(&arithmetic.storage, sum)
-        })
+        });
+        stored.collect()
+    }
+
+    /// (E, columns), a row for each expert.
+    pub(crate) fn of_each_expert(&self, columns: usize, row: impl Fn(ExpertId) -> Vec<Ball>) -> Balls2 {
+        let mut balls = Balls2::zeros(self.routing.experts(), columns);
+        for expert in 0..self.routing.experts() {
+            for (column, ball) in row(ExpertId(expert as u32)).into_iter().enumerate() {
+                balls.set(expert, column, ball);
+            }
+        }
+        balls
     }
 }

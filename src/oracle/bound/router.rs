@@ -1,7 +1,7 @@
 //! The router: logits, scores by convention, their gradients.
 
 use super::Model;
-use super::ball::{Arithmetic, Ball, Measure, known};
+use super::ball::{Arithmetic, Ball, Measure, Sum, known};
 use super::grouped;
 use super::matrix::{Balls, Balls1, Balls2};
 use crate::problem::Router;
@@ -194,6 +194,7 @@ fn softmax(arithmetic: &Arithmetic, logits: &[Ball]) -> Vec<Ball> {
             }
             let (up, down) = (libm::expm1(l.rad), libm::expm1(-l.rad));
             let rad = match arithmetic.measure {
+                Measure::Midpoint => return Ball::exact(p),
                 Measure::Worst => {
                     let rise = p * ((1.0 - p) * up - (below - p * down)) / (1.0 + p * up + (below - p * down));
                     let fall = p * ((above - p * up) - (1.0 - p) * down) / (1.0 + p * down + (above - p * up));
@@ -230,10 +231,13 @@ fn softmax_backward(arithmetic: &Arithmetic, s: &[Ball], g: &[Ball]) -> Vec<Ball
 /// and E_ĝ counts |1 − p_i| + E_p times: with two equal scores half as often as 1 + p_i times.
 fn scattered_backward(arithmetic: &Arithmetic, p: &[Ball], g: &[Ball], chosen: &[usize]) -> Vec<Ball> {
     let terms: Vec<Ball> = chosen.iter().map(|&j| arithmetic.product(g[j], p[j])).collect();
-    let sum = arithmetic.sum(&arithmetic.accumulate, terms.iter().map(|term| Ball::exact(term.mid)), 0);
-    let magnitude = terms.iter().map(|term| term.magnitude()).sum();
-    let square = terms.iter().map(|term| term.mid * term.mid).sum();
-    let mean = arithmetic.summed(&arithmetic.accumulate, sum, magnitude, square, chosen.len());
+    // The terms' own radii are passed on below, each with its weight.
+    let sum = Sum {
+        ball: Ball::exact(terms.iter().map(|term| term.mid).sum()),
+        magnitude: terms.iter().map(|term| term.magnitude()).sum(),
+        square: terms.iter().map(|term| term.mid * term.mid).sum(),
+    };
+    let mean = arithmetic.summed(&arithmetic.accumulate, sum, chosen.len());
     let of_expert = |i: usize| {
         let others = chosen.iter().zip(&terms).filter(|&(&j, _)| j != i);
         let from_others = others.fold(mean.rad, |rad, (_, term)| arithmetic.join(rad, term.rad));
@@ -257,13 +261,13 @@ fn renormalized_backward(arithmetic: &Arithmetic, p: &[Ball], experts: &[usize],
     for (&expert, &g) in experts.iter().zip(g) {
         dp[expert] = store(subtract(arithmetic, store(divide(arithmetic, g, total)), shift));
     }
-    let mut dlogits: Vec<Ball> = scattered_backward(arithmetic, p, &dp, experts)
-        .into_iter()
-        .map(|by_operation| Ball { mid: 0.0, ..by_operation })
-        .collect();
+    let by_operation = scattered_backward(arithmetic, p, &dp, experts);
+    let mut dlogits: Vec<Ball> =
+        by_operation.iter().map(|ball| Ball { mid: 0.0, rad: ball.mid.abs() + ball.rad }).collect();
     for (&expert, direct) in experts.iter().zip(softmax_backward(arithmetic, s, g)) {
-        let by_operation = dlogits[expert];
-        dlogits[expert] = Ball { mid: direct.mid, rad: direct.rad.max(by_operation.rad) };
+        // Scores as stored do not add up to 1: the two formulas differ by what is missing.
+        let Ball { mid, rad } = by_operation[expert];
+        dlogits[expert] = Ball { mid: direct.mid, rad: direct.rad.max((direct.mid - mid).abs() + rad) };
     }
     dlogits
 }

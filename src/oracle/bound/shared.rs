@@ -13,7 +13,7 @@ use ndarray::{Axis, Slice};
 
 use super::ball::Measure;
 use super::matrix::Balls2;
-use super::{Model, Parts, parts};
+use super::{Model, OfTokens, Parts, bounds_of, parts};
 use crate::engine::{Numerics, Output};
 use crate::error::{Error, Result};
 use crate::oracle::judge::Bounded;
@@ -52,17 +52,20 @@ pub(crate) fn propagate_beside(
     }
     let model = Model::new(problem, routing, numerics, measure);
     let beside = Model::new(shared, every_token, numerics, measure);
-    let Parts { mut bounds, o, dx_of_experts, dx_of_router } = parts(&model)?;
-    let of_shared = parts(&beside)?;
+    let (mut bounds, OfTokens { o, dx_of_experts, dx_of_router }) = whole(&model)?;
+    let (of_shared, OfTokens { o: o_of_shared, .. }) = whole(&beside)?;
     let arithmetic = &model.arithmetic;
+    let (Some(o), Some(o_of_shared), Some(dx_of_experts)) = (o, o_of_shared, dx_of_experts) else {
+        return Err(Error::internal("a layer has o and dx"));
+    };
 
     let o = o.map_indexed(|token, column, o| {
-        arithmetic.round(&arithmetic.storage, arithmetic.add(o, of_shared.o.at(token, column)))
+        arithmetic.round(&arithmetic.storage, arithmetic.add(o, o_of_shared.at(token, column)))
     });
     bounds.insert(Output::O, o.bounded());
 
     let (Some(dh), Some(dw1), Some(dw2)) =
-        (of_shared.bounds.get(&Output::Dh), of_shared.bounds.get(&Output::Dw1), of_shared.bounds.get(&Output::Dw2))
+        (of_shared.get(&Output::Dh), of_shared.get(&Output::Dw1), of_shared.get(&Output::Dw2))
     else {
         return Err(Error::internal("a layer has dh, dw1 and dw2"));
     };
@@ -91,6 +94,13 @@ pub(crate) fn propagate_beside(
     bounds.insert(Output::DsharedUp, half(&dw1, 1));
     bounds.insert(Output::DsharedDown, only(dw2));
     Ok(bounds)
+}
+
+/// Every result of one layer, but for o and dx as their parts.
+fn whole(model: &Model<'_, '_>) -> Result<(BTreeMap<Output, Bounded>, OfTokens)> {
+    let Parts { found, mut kernels } = parts(std::slice::from_ref(model), &|_| true)?;
+    let of_tokens = kernels.pop().ok_or_else(|| Error::internal("a layer has kernels"))?;
+    Ok((bounds_of(found)?, of_tokens))
 }
 
 /// dX̃ through the gate rows of w1 alone, or the up rows: the other columns of dH are 0, so that the bound

@@ -44,6 +44,8 @@ pub struct RouterBuffers {
     pub dlogits: Buffer<f32>,
     /// dlogits in bf16 parts (T, 3, padded).
     pub parts: Buffer<bf16>,
+    /// dlogits W_r (T, d), before it is added to dx.
+    pub dx_part: Buffer<f32>,
     /// Each part's product with x (3, padded, d).
     pub part_products: Buffer<f32>,
     /// dW_r (E, d).
@@ -84,6 +86,7 @@ impl DeviceRouter {
         let gradients = RouterBuffers {
             dlogits: Buffer::output(device, "dlogits", tokens * experts, guards)?,
             parts: Buffer::output(device, "dlogits_parts", tokens * PARTS * padded, guards)?,
+            dx_part: Buffer::output(device, "router_dx", tokens * d, guards)?,
             part_products: Buffer::output(device, "router_part_products", PARTS * padded * d, guards)?,
             drouter_w: Buffer::output(device, "drouter_w", experts * d, guards)?,
             drouter_b: b.map(|_| Buffer::output(device, "drouter_b", experts, guards)).transpose()?,
@@ -116,7 +119,10 @@ impl DeviceRouter {
     /// The kernels that `route` and `backward` run.
     pub fn variants(&self) -> Vec<Variant> {
         let mut variants = self.choice.variants();
-        variants.extend([KernelName::LogitGradient, KernelName::RouterWeightGradient].map(Variant::of));
+        variants.extend(
+            [KernelName::LogitGradient, KernelName::RouterInputGradient, KernelName::RouterWeightGradient]
+                .map(Variant::of),
+        );
         if self.b.is_some() {
             variants.push(Variant::of(KernelName::RouterBiasGradient));
         }
@@ -171,9 +177,9 @@ impl DeviceRouter {
         let of_input = Product {
             left: parts,
             right: Factor { address: self.w.address(), stride: d, transposed: false },
-            product: dx.address(),
-            entry: Entry::Bf16,
-            accumulate: true,
+            product: self.gradients.dx_part.address(),
+            entry: Entry::F32,
+            accumulate: false,
             rows: tokens,
             columns: d,
             inner: PARTS * padded,
@@ -190,8 +196,8 @@ impl DeviceRouter {
             inner: tokens,
             batch: 1,
         };
-        // SAFETY: live buffers: parts (T, 3·padded), w (3·padded, d), x and dx (T, d), part_products
-        // (3·padded, d); dx and this router's buffers are exclusively borrowed.
+        // SAFETY: live buffers: parts (T, 3·padded), w (3·padded, d), x and dx_part (T, d), part_products
+        // (3·padded, d); this router's buffers are exclusively borrowed.
         unsafe {
             self.blas.multiply(of_input)?;
             self.blas.multiply(of_weight)?;
@@ -199,6 +205,7 @@ impl DeviceRouter {
         if tokens == 0 {
             self.gradients.part_products.fill(0)?;
         }
+        self.input_gradient(dx)?;
         self.weight_gradients(tokens, experts)
     }
 
@@ -227,6 +234,17 @@ impl DeviceRouter {
         // SAFETY: live buffers of the sizes that the plan has, ds checked above; the routing's indices
         // are those that the choice's kernels wrote; results are exclusively borrowed.
         unsafe { kernel.launch(device, token_grid(tokens)?, &arguments) }
+    }
+
+    /// dx += dlogits W_r, rounded once.
+    fn input_gradient(&mut self, dx: &mut Buffer<bf16>) -> crate::Result<()> {
+        let device = self.choice.device();
+        let (source, out, chunks) = (self.gradients.dx_part.address(), dx.address(), dx.len() as u64 / 8);
+        let arguments = [Argument::of(&source), Argument::of(&out), Argument::of(&chunks)];
+        let blocks = to_u32("T·d/2048", dx.len().div_ceil(2048))?;
+        let kernel = device.kernel(&Variant::of(KernelName::RouterInputGradient))?;
+        // SAFETY: two live buffers of T·d elements (dx was checked by the caller), dx borrowed exclusively.
+        unsafe { kernel.launch(device, Grid { blocks, threads: 256, shared_bytes: 0, cluster: 1 }, &arguments) }
     }
 
     fn weight_gradients(&mut self, tokens: usize, experts: usize) -> crate::Result<()> {
@@ -275,9 +293,9 @@ impl DeviceRouter {
     /// A kernel wrote into a weight or outside a buffer.
     pub fn check_untouched(&self) -> crate::Result<()> {
         let Self { blas: _, d: _, padded: _, w, b, choice, gradients } = self;
-        let RouterBuffers { dlogits, parts, part_products, drouter_w, drouter_b } = gradients;
+        let RouterBuffers { dlogits, parts, dx_part, part_products, drouter_w, drouter_b } = gradients;
         [Some(w), b.as_ref()].into_iter().flatten().try_for_each(Buffer::check_untouched)?;
-        [dlogits, part_products].into_iter().try_for_each(Buffer::check_red_zones)?;
+        [dlogits, dx_part, part_products].into_iter().try_for_each(Buffer::check_red_zones)?;
         [parts, drouter_w].into_iter().chain(drouter_b).try_for_each(Buffer::check_red_zones)?;
         choice.check_red_zones()
     }

@@ -13,7 +13,7 @@ use half::bf16;
 use crate::activation::Activation;
 use crate::engine::{Numerics, Output};
 use crate::error::{Error, Result};
-use crate::oracle::bound::ball::{Arithmetic, Ball, Measure, Rounding};
+use crate::oracle::bound::ball::{Arithmetic, Ball, Measure, Rounding, Sum};
 
 use super::compile::{KernelName, Variant};
 use super::device::{Argument, Buffer, Device, Grid, Guards};
@@ -423,8 +423,9 @@ impl<'a> Witness<'a> {
         let mut witnessed =
             Witnessed { output: Output::Ds, judged: 0, skipped: 0, failing: 0, worst: 0.0, first: None };
         for (row, &stored) in stored.iter().enumerate() {
-            let parts = Ball { mid: sum[row], rad: rad[row] };
-            let truth = arithmetic.summed(&arithmetic.accumulate, parts, size[row], 0.0, n);
+            let ball = Ball { mid: sum[row], rad: rad[row] };
+            let parts = Sum { ball, magnitude: size[row], square: 0.0 };
+            let truth = arithmetic.summed(&arithmetic.accumulate, parts, n);
             let Ball { mid, rad } = arithmetic.round(&arithmetic.score, truth);
             let Some((error, ratio)) = crate::oracle::judge::compare(stored.into(), mid, rad, f32::MAX.into()) else {
                 witnessed.skipped += 1;
@@ -432,7 +433,7 @@ impl<'a> Witness<'a> {
             };
             witnessed.judged += 1;
             witnessed.worst = witnessed.worst.max(ratio);
-            if !(error <= rad) {
+            if error > rad {
                 witnessed.failing += 1;
                 witnessed.first = witnessed.first.or(Some(row as u64));
             }

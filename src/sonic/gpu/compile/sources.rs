@@ -132,6 +132,8 @@ kernels! {
     RandomNormal = "random_normal",
     /// dlogits, and their bf16 parts.
     LogitGradient = "logit_gradient",
+    /// The router's part of dx.
+    RouterInputGradient = "router_input_gradient",
     /// dW_r from its three parts.
     RouterWeightGradient = "router_weight_gradient",
     /// db_r.
