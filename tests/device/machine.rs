@@ -4,7 +4,7 @@ use half::bf16;
 
 use sonicmoe::case::Case;
 use sonicmoe::sonic::gpu::compile::{CubinCache, Variant};
-use sonicmoe::sonic::gpu::{GpuEngine, Layer};
+use sonicmoe::sonic::gpu::{Arithmetic, GpuEngine, Layer};
 use sonicmoe::{Activation, Engine, ErrorClass};
 
 use crate::engine_or_skip;
@@ -57,4 +57,17 @@ fn every_variant_of_every_kernel_loads_and_uses_no_local_memory() {
     let variants = Variant::all();
     engine.device().prepare(&variants).unwrap();
     eprintln!("{} variants ready after {:.1} s on {}", variants.len(), start.elapsed().as_secs_f64(), engine.name());
+}
+
+/// Sums on tensor cores err by less than γ_m, σ by less than the engine declares, at every length and gate.
+#[test]
+fn the_arithmetic_of_the_device_is_what_the_bounds_assume() {
+    let engine = engine_or_skip!();
+    let arithmetic = Arithmetic::measure(engine.device(), &Engine::<bf16>::numerics(engine)).unwrap();
+    eprintln!("{arithmetic}");
+    assert!(arithmetic.as_declared(), "{arithmetic}");
+    // What is measured is no rounding of zeros: long positive sums are cut off, and σ saturates.
+    assert!(arithmetic.sums.iter().any(|sum| sum.mean < -1.0), "{arithmetic}");
+    assert!((10.0..20.0).contains(&arithmetic.sigmoid.one_from), "{arithmetic}");
+    assert!((-104.0..-80.0).contains(&arithmetic.sigmoid.zero_from), "{arithmetic}");
 }

@@ -168,8 +168,9 @@ fn softmax(arithmetic: &Arithmetic, logits: &[Ball]) -> Vec<Ball> {
     let weights: Vec<f64> = logits.iter().map(|logit| libm::exp(logit.mid - largest)).collect();
     let total: f64 = weights.iter().sum();
     let p: Vec<f64> = weights.iter().map(|weight| weight / total).collect();
-    // One logit of ∞ makes every quotient of its token NaN: e^(∞ − ∞) stands in each, and in the sum.
-    if logits.iter().any(|logit| !logit.rad.is_finite()) {
+    // One logit of ∞ makes every quotient of its token NaN: e^(∞ − ∞) stands in each, and in the sum. A
+    // stored logit may be one, exactly; −∞ is a number like any other.
+    if logits.iter().any(|logit| !logit.rad.is_finite() || logit.mid.is_nan() || logit.mid == f64::INFINITY) {
         return p.into_iter().map(|mid| Ball { mid, rad: f64::INFINITY }).collect();
     }
     let alive = logits.iter().filter(|logit| logit.mid > f64::NEG_INFINITY).count();
@@ -276,10 +277,54 @@ pub(super) fn subtract(arithmetic: &Arithmetic, a: Ball, b: Ball) -> Ball {
     arithmetic.add(a, Ball { mid: -b.mid, ..b })
 }
 
-/// a/b for b > 0: (|a| + E_a)/(b − E_b) − |a|/b = (E_a + E_b|a|/b)/(b − E_b).
+/// a/b for b > 0: (|a| + E_a)/(b − E_b) − |a|/b = (E_a + E_b|a|/b)/(b − E_b). Nothing is known of it where an
+/// engine's b may be 0, which may lie several deviations away.
 pub(super) fn divide(arithmetic: &Arithmetic, a: Ball, b: Ball) -> Ball {
     let mid = a.mid / b.mid;
     let least = b.mid - b.rad;
-    let rad = if least > 0.0 { arithmetic.join(a.rad, b.rad * mid.abs()) / least } else { f64::INFINITY };
+    let rad =
+        if b.mid > arithmetic.reach(b.rad) { arithmetic.join(a.rad, b.rad * mid.abs()) / least } else { f64::INFINITY };
     arithmetic.operation(Ball { mid, rad })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::element::DType;
+    use crate::engine::{Numerics, RoundingModel, RouterRounding};
+
+    fn arithmetic(measure: Measure) -> Arithmetic {
+        let numerics = Numerics {
+            storage: DType::F16,
+            score: DType::F32,
+            accumulator: DType::F32.unit_roundoff(),
+            rounding: RoundingModel::Fused,
+            router: RouterRounding::TensorType,
+            function_ulps: 4.0,
+            flushes_denormals: true,
+        };
+        Arithmetic::new(&numerics, measure)
+    }
+
+    /// A stored logit of +∞ (an f16 that overflowed) leaves nothing known of its token, beside one of −∞ too.
+    #[test]
+    fn a_stored_logit_of_infinity_makes_every_score_of_its_token_unknown() {
+        let token = [1.0, f64::NEG_INFINITY, f64::INFINITY].map(Ball::exact);
+        assert!(softmax(&arithmetic(Measure::Worst), &token).iter().all(|p| p.rad == f64::INFINITY));
+        let masked = [1.0, f64::NEG_INFINITY, 2.0].map(Ball::exact);
+        let p = softmax(&arithmetic(Measure::Worst), &masked);
+        assert_eq!(p[1], Ball::exact(0.0));
+        assert!(p[0].rad > 0.0 && p[0].rad < 1e-4, "{p:?}");
+    }
+
+    /// A divisor that the engine may have flushed to 0 lies within several of its deviations.
+    #[test]
+    fn a_quotient_is_unknown_where_its_divisor_may_be_zero() {
+        let one = Ball::exact(1.0);
+        for (measure, near, far) in [(Measure::Worst, 1.0, 0.9), (Measure::Deviation, 0.2, 0.1)] {
+            let by = |rad| divide(&arithmetic(measure), one, Ball { mid: 1.0, rad }).rad;
+            assert_eq!(by(near), f64::INFINITY, "{measure:?}");
+            assert!(by(far).is_finite(), "{measure:?}");
+        }
+    }
 }
