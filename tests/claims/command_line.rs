@@ -15,12 +15,16 @@ fn data(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name).with_extension("safetensors")
 }
 
-/// A copy of a real run with `bytes` of its last tensor, which is x, set to `value`.
+/// A changed copy of a real run. Several claims ask for the same one at a time: it is whole from the moment
+/// that it has its name.
 fn scratch(name: &str, change: impl FnOnce(&mut Vec<u8>)) -> PathBuf {
     let mut bytes = std::fs::read(data("hf_olmoe_bf16")).unwrap();
     change(&mut bytes);
     let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("command_line_{name}.safetensors"));
-    std::fs::write(&path, bytes).unwrap();
+    let thread = std::thread::current();
+    let unfinished = path.with_extension(thread.name().unwrap_or("unnamed").replace("::", "_"));
+    std::fs::write(&unfinished, bytes).unwrap();
+    std::fs::rename(&unfinished, &path).unwrap();
     path
 }
 
