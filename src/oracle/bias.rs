@@ -40,6 +40,7 @@ use rayon::prelude::*;
 
 use super::bound;
 use super::bound::ball::Measure;
+use super::judge::in_order;
 use super::statistic::LIMIT;
 use crate::element::DType;
 use crate::engine::{Numerics, Output, RoundingModel, RouterRounding, Stored};
@@ -274,13 +275,6 @@ impl Twin {
             deviation: in_order(random),
             systematic: in_order(systematic),
         }))
-    }
-}
-
-fn in_order(values: &ArrayD<f64>) -> Cow<'_, [f64]> {
-    match values.as_slice() {
-        Some(values) => Cow::Borrowed(values),
-        None => Cow::Owned(values.iter().copied().collect()),
     }
 }
 

@@ -192,7 +192,8 @@ struct Numbers<'n> {
     largest: f64,
 }
 
-fn in_order(values: &ArrayD<f64>) -> Cow<'_, [f64]> {
+/// The values in row-major order, copied only where they lie otherwise.
+pub(super) fn in_order(values: &ArrayD<f64>) -> Cow<'_, [f64]> {
     match values.as_slice() {
         Some(values) => Cow::Borrowed(values),
         None => Cow::Owned(values.iter().copied().collect()),

@@ -2,11 +2,15 @@
 
 use half::bf16;
 
+use crate::engine::{BackwardIntermediates, Gradients, Record};
+use crate::routing::Routing;
+
 use super::combine_input_gradient::combine_input_gradient;
 use super::device::Buffer;
 use super::down_backward_activation::{DownBackward, down_backward_activation, score_gradient, score_tiles};
 use super::down_backward_weight::down_backward_weight;
 use super::down_bias_gradient::down_bias_gradient;
+use super::engine::host;
 use super::layer::Layer;
 use super::routing::DeviceRouting;
 use super::up_backward_activation::up_backward_activation;
@@ -89,6 +93,45 @@ impl BackwardTensors {
         let biases = biases.iter().flat_map(|(db1, db2)| [db1, db2]);
         [dh, a_prime, dx_expanded, dx, dw1, dw2].into_iter().chain(biases).try_for_each(Buffer::check_red_zones)?;
         [Some(ds), ds_partial.as_ref()].into_iter().flatten().try_for_each(Buffer::check_red_zones)
+    }
+}
+
+impl BackwardTensors {
+    /// The gradients on the host, without a router's, and with them asked for dh, a′ and dx̃.
+    ///
+    /// # Errors
+    /// A device that fails.
+    pub(super) fn results(
+        &self,
+        layer: &Layer,
+        routing: &Routing,
+        record: Record,
+    ) -> crate::Result<(Gradients<bf16>, Option<BackwardIntermediates<bf16>>)> {
+        let Self { dh, a_prime, dx_expanded, ds, ds_partial: _, dx, dw1, dw2, biases } = self;
+        let (t, r) = (routing.tokens(), routing.routed());
+        let (d, n, e, width) = (layer.d(), layer.n(), layer.e(), layer.h_width());
+        let (db1, db2) = match biases {
+            Some((db1, db2)) => (Some(host(db1, (e, width))?), Some(host(db2, (e, d))?)),
+            None => (None, None),
+        };
+        let gradients = Gradients {
+            dx: host(dx, (t, d))?,
+            dw1: host(dw1, (e, width, d))?,
+            dw2: host(dw2, (e, d, n))?,
+            db1,
+            db2,
+            ds: routing.to_pairs(&ds.download()?),
+            router: None,
+        };
+        let intermediates = match record {
+            Record::Results => None,
+            Record::Intermediates => Some(BackwardIntermediates {
+                dh: host(dh, (r, width))?,
+                a_prime: host(a_prime, (r, n))?,
+                dx_expanded: host(dx_expanded, (r, d))?,
+            }),
+        };
+        Ok((gradients, intermediates))
     }
 }
 

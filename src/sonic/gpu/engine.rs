@@ -8,8 +8,7 @@ use ndarray::{Array, Array2, ArrayView2, Dimension, IntoDimension};
 
 use crate::element::DType;
 use crate::engine::{
-    Backward, BackwardIntermediates, Engine, Forward, ForwardIntermediates, Gradients, Keeping, Ledger, Numerics, Pass,
-    Record, RoundingModel, RouterRounding,
+    Backward, Engine, Forward, Gradients, Keeping, Ledger, Numerics, Pass, Record, RoundingModel, RouterRounding,
 };
 use crate::error::Error;
 use crate::problem::{Gating, Problem};
@@ -111,19 +110,9 @@ impl Engine<bf16> for GpuEngine {
         let mut tensors = ForwardTensors::allocate(&layer, &on_device)?;
         tensors.run(&layer, &on_device, &x)?;
         tensors.check_red_zones()?;
+        let (o, intermediates) = tensors.results(&layer, &routing, record)?;
         let pass = GpuPass { problem, layer, x, h: tensors.h, on_device, routing, scores, logits };
         pass.check_untouched()?;
-
-        let (t, d, n, r) = (problem.t(), problem.d(), problem.n(), pass.routing.routed());
-        let o = host(&tensors.o, (t, d))?;
-        let intermediates = match record {
-            Record::Results => None,
-            Record::Intermediates => Some(ForwardIntermediates {
-                h: host(&pass.h, (r, problem.h_width()))?,
-                a: host(&tensors.a, (r, n))?,
-                y: host(&tensors.y, (r, d))?,
-            }),
-        };
         Ok(Forward { o, intermediates, pass: Box::new(pass) })
     }
 }
@@ -188,7 +177,7 @@ impl Pass<bf16> for GpuPass<'_, '_> {
 
     fn backward(&self, dout: ArrayView2<'_, bf16>, record: Record) -> crate::Result<Backward<bf16>> {
         let Self { problem, layer, x, h, on_device, routing, scores, logits } = self;
-        let (t, d, n, e, width) = (routing.tokens(), layer.d(), layer.n(), layer.e(), layer.h_width());
+        let (t, d) = (routing.tokens(), layer.d());
         if dout.dim() != (t, d) {
             return Err(Error::shape("dout", &[t, d], dout.shape(), "the shape of o is that of x"));
         }
@@ -208,40 +197,14 @@ impl Pass<bf16> for GpuPass<'_, '_> {
             return Err(Error::internal("a kernel of the backward wrote into `h`, which other backwards need"));
         }
 
-        let r = routing.routed();
-        let (db1, db2) = match &tensors.biases {
-            Some((db1, db2)) => (Some(host(db1, (e, width))?), Some(host(db2, (e, d))?)),
-            None => (None, None),
-        };
-        let ds = routing.to_pairs(&tensors.ds.download()?);
-        let expert_dx = host(&tensors.dx, (t, d))?;
-        let (dx, router) = match problem.gating() {
-            Gating::Given { .. } => (expert_dx, None),
-            Gating::Router(router) => {
-                let kept = router::Kept { routing, scores, logits: logits.as_ref().map(|logits| logits.view()) };
-                let experts = Intermediate::<bf16, f32>::Rounded(expert_dx);
-                let (dx, gradients) =
-                    router::backward(problem.x(), router, kept, &ds, experts, Roundings::FUSED, Fault::NONE)?;
-                (dx, Some(gradients))
-            }
-        };
-        let gradients = Gradients {
-            dx,
-            dw1: host(&tensors.dw1, (e, width, d))?,
-            dw2: host(&tensors.dw2, (e, d, n))?,
-            db1,
-            db2,
-            ds,
-            router,
-        };
-        let intermediates = match record {
-            Record::Results => None,
-            Record::Intermediates => Some(BackwardIntermediates {
-                dh: host(&tensors.dh, (r, width))?,
-                a_prime: host(&tensors.a_prime, (r, n))?,
-                dx_expanded: host(&tensors.dx_expanded, (r, d))?,
-            }),
-        };
+        let (mut gradients, intermediates) = tensors.results(layer, routing, record)?;
+        if let Gating::Router(router) = problem.gating() {
+            let kept = router::Kept { routing, scores, logits: logits.as_ref().map(|logits| logits.view()) };
+            let experts = Intermediate::<bf16, f32>::Rounded(gradients.dx);
+            let (dx, of_router) =
+                router::backward(problem.x(), router, kept, &gradients.ds, experts, Roundings::FUSED, Fault::NONE)?;
+            gradients = Gradients { dx, router: Some(of_router), ..gradients };
+        }
         Ok(Backward { gradients, intermediates })
     }
 }

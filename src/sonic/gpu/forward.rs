@@ -1,10 +1,15 @@
 //! Forward on the device: kernels 1, 2 and 3.
 
 use half::bf16;
+use ndarray::Array2;
+
+use crate::engine::{ForwardIntermediates, Record};
+use crate::routing::Routing;
 
 use super::combine_output::combine_output;
 use super::device::Buffer;
 use super::down_forward::down_forward;
+use super::engine::host;
 use super::layer::Layer;
 use super::routing::DeviceRouting;
 use super::up_forward::up_forward;
@@ -52,6 +57,31 @@ impl ForwardTensors {
     pub fn check_red_zones(&self) -> crate::Result<()> {
         let Self { h, a, y, o } = self;
         [h, a, y, o].into_iter().try_for_each(Buffer::check_red_zones)
+    }
+}
+
+impl ForwardTensors {
+    /// o on the host, and with them asked for h, a and y.
+    ///
+    /// # Errors
+    /// A device that fails.
+    pub(super) fn results(
+        &self,
+        layer: &Layer,
+        routing: &Routing,
+        record: Record,
+    ) -> crate::Result<(Array2<bf16>, Option<ForwardIntermediates<bf16>>)> {
+        let Self { h, a, y, o } = self;
+        let (t, r, d) = (routing.tokens(), routing.routed(), layer.d());
+        let intermediates = match record {
+            Record::Results => None,
+            Record::Intermediates => Some(ForwardIntermediates {
+                h: host(h, (r, layer.h_width()))?,
+                a: host(a, (r, layer.n()))?,
+                y: host(y, (r, d))?,
+            }),
+        };
+        Ok((host(o, (t, d))?, intermediates))
     }
 }
 

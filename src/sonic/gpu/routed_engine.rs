@@ -7,11 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use half::bf16;
 use ndarray::{Array1, Array2, ArrayView2};
 
-use crate::element::Element;
-use crate::engine::{
-    Backward, BackwardIntermediates, Engine, Forward, ForwardIntermediates, Gradients, Keeping, Ledger, Numerics, Pass,
-    Record, RouterGradients,
-};
+use crate::engine::{Backward, Engine, Forward, Gradients, Keeping, Ledger, Numerics, Pass, Record, RouterGradients};
 use crate::error::Error;
 use crate::problem::{Gating, Problem, Router};
 use crate::routing::{Convention, Routing};
@@ -98,16 +94,7 @@ impl Engine<bf16> for RoutedEngine {
             true => Some(host(choice.logits(), (tokens, experts))?),
             false => None,
         };
-        let (d, n, r) = (problem.d(), problem.n(), routing.routed());
-        let o = host(&tensors.o, (tokens, d))?;
-        let intermediates = match record {
-            Record::Results => None,
-            Record::Intermediates => Some(ForwardIntermediates {
-                h: host(&tensors.h, (r, problem.h_width()))?,
-                a: host(&tensors.a, (r, n))?,
-                y: host(&tensors.y, (r, d))?,
-            }),
-        };
+        let (o, intermediates) = tensors.results(&layer, &routing, record)?;
         let router = Mutex::new(router);
         let pass = RoutedPass { layer, x, h: tensors.h, router, routing, scores, logits };
         pass.check_untouched()?;
@@ -168,7 +155,7 @@ impl Pass<bf16> for RoutedPass {
 
     fn backward(&self, dout: ArrayView2<'_, bf16>, record: Record) -> crate::Result<Backward<bf16>> {
         let Self { layer, x, h, router: _, routing, scores: _, logits: _ } = self;
-        let (t, d, n, e, width) = (routing.tokens(), layer.d(), layer.n(), layer.e(), layer.h_width());
+        let (t, d, e) = (routing.tokens(), layer.d(), layer.e());
         if dout.dim() != (t, d) {
             return Err(Error::shape("dout", &[t, d], dout.shape(), "the shape of o is that of x"));
         }
@@ -181,7 +168,7 @@ impl Pass<bf16> for RoutedPass {
         router.backward(x, &tensors.ds, &mut tensors.dx)?;
         tensors.check_red_zones()?;
         let RouterBuffers { dlogits, drouter_w, drouter_b, .. } = router.gradients();
-        let gradients = RouterGradients {
+        let of_router = RouterGradients {
             dlogits: host(dlogits, (t, e))?,
             drouter_w: host(drouter_w, (e, d))?,
             drouter_b: drouter_b.as_ref().map(|b| b.download().map(Array1::from)).transpose()?,
@@ -190,28 +177,8 @@ impl Pass<bf16> for RoutedPass {
         self.check_untouched()?;
         dout.check_untouched()?;
 
-        let r = routing.routed();
-        let (db1, db2) = match &tensors.biases {
-            Some((db1, db2)) => (Some(host(db1, (e, width))?), Some(host(db2, (e, d))?)),
-            None => (None, None),
-        };
-        let gradients = Gradients {
-            dx: host(&tensors.dx, (t, d))?,
-            dw1: host(&tensors.dw1, (e, width, d))?,
-            dw2: host(&tensors.dw2, (e, d, n))?,
-            db1,
-            db2,
-            ds: routing.to_pairs::<<bf16 as Element>::Score>(&tensors.ds.download()?),
-            router: Some(gradients),
-        };
-        let intermediates = match record {
-            Record::Results => None,
-            Record::Intermediates => Some(BackwardIntermediates {
-                dh: host(&tensors.dh, (r, width))?,
-                a_prime: host(&tensors.a_prime, (r, n))?,
-                dx_expanded: host(&tensors.dx_expanded, (r, d))?,
-            }),
-        };
+        let (gradients, intermediates) = tensors.results(layer, routing, record)?;
+        let gradients = Gradients { router: Some(of_router), ..gradients };
         Ok(Backward { gradients, intermediates })
     }
 }
