@@ -42,10 +42,15 @@ __device__ __forceinline__ u32 warp_max(u32 v) {
     return result;
 }
 
-// The lanes that hold the same value as this one.
-__device__ __forceinline__ u32 lanes_with_same(u32 v) {
-    u32 lanes;
-    asm volatile("match.any.sync.b32 %0, %1, 0xffffffff;" : "=r"(lanes) : "r"(v));
+// The lanes that hold the same value of so many bits as this one: a vote for each bit. (match.any asks once for each
+// value that occurs.)
+__device__ __forceinline__ u32 lanes_with_same(u32 v, u32 bits) {
+    u32 lanes = kAllLanes;
+    for (u32 bit = 0; bit < bits; ++bit) {
+        const bool set = v >> bit & 1;
+        const u32 voters = __ballot_sync(kAllLanes, set);
+        lanes &= set ? voters : ~voters;
+    }
     return lanes;
 }
 

@@ -1,69 +1,93 @@
-// Token rounding, step 3: each expert's rows, the front of its ranking, in the order of the tokens.
+// Token rounding: each expert's rows, the front of its ranking, in the order of the tokens, with their scores; and the
+// experts by falling count, ties by smaller id.
 //
-// A block owns an expert, a warp a stretch of the tokens: it counts what it keeps, then writes it.
+// A block owns an expert. It marks the tokens that it keeps, a bit for each; a row's place is the number of bits before.
+// A score is p as it is, or for pairs of a token's own choice p over the sum of its top-K. (Over the pairs that are left:
+// rounding_kept_scores.cu.)
 //
 // grid     experts
-// block    kRankThreads (1024)
-// shared   4 · tokens dynamic if keys_fit, else 0
+// block    kRankThreads (256)
+// shared   4 · words dynamic if words_fit, else 0
 // cluster  1
 #include "ranking.cuh"
 
 using namespace sonic;
 
-extern "C" __global__ void __launch_bounds__(kRankThreads)
-rounding_rows(const u32* __restrict__ keys,           // (experts, tokens) u32
-              const u32* __restrict__ frequency,      // (experts) u32: tokens that chose each
-              const u32* __restrict__ expert_offsets, // (experts + 1) u32
-              u32* __restrict__ row_token,            // u32, written up to expert_offsets[experts]
-              u32* __restrict__ token_count,          // (tokens) u32, 0 before: pairs of each
-              u32* __restrict__ token_experts,        // (tokens, ⌈experts / 32⌉) u32, 0 before: a bit for each pair
-              u32 tokens,                             // T, 0 allowed
-              u32 keys_fit) {
-    extern __shared__ u32 dynamic[];
-    __shared__ Selection selection;
-    __shared__ u32 above_of_warp[kRankWarps], ties_of_warp[kRankWarps];
-    const u32 expert = blockIdx.x, words = ceil_div(gridDim.x, 32u);
-    const u32 begin = expert_offsets[expert], count = expert_offsets[expert + 1] - begin;
-    if (count == 0) return;
-    const u32* const own = keys_at_hand(keys + u64(expert) * tokens, tokens, dynamic, keys_fit != 0);
-    const Threshold threshold =
-        count == frequency[expert] ? choosers() : selection.first(own, tokens, count);
+// Words of a tile of 256 tokens, those of a block of rounding_tokens; a thread has four of them.
+constexpr u32 kTileWords = 8;
+constexpr u32 kTogether = 4;
 
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const u32 stretch = round_up(ceil_div(tokens, kRankWarps), 32u);
-    const u32 first = warp * stretch, end = min_of(first + stretch, tokens);
-    u32 above = 0, ties = 0;
-    for (u32 base = first; base < end; base += 32) {
-        const u32 key = base + lane < end ? own[base + lane] : 0;
-        const bool in = base + lane < end;
-        above += __popc(__ballot_sync(kAllLanes, in && key > threshold.key));
-        ties += __popc(__ballot_sync(kAllLanes, in && key == threshold.key));
+// What a score is divided by.
+constexpr u32 kRaw = 0;
+constexpr u32 kRenormalizedOverTopK = 1;
+// 2: scores come later.
+
+extern "C" __global__ void __launch_bounds__(kRankThreads, 4)
+rounding_rows(RankingInput input,
+              const u32* __restrict__ choice,         // (tokens, k) u32; read for kRenormalizedOverTopK
+              const u32* __restrict__ expert_offsets, // (experts + 1) u32
+              u32* __restrict__ expert_order,         // (experts) u32, written whole
+              u32* __restrict__ row_token,            // u32, written up to expert_offsets[experts]
+              f32* __restrict__ scores,               // f32 by row, the same
+              u32* __restrict__ kept,                 // (experts, words) u32, written whole: a bit for each token
+              u32* __restrict__ kept_before,          // (experts, words / 8) u32, written whole: bits in earlier tiles
+              u32 words_fit, u32 k, u32 semantics) {
+    extern __shared__ uint4 dynamic[];
+    __shared__ Selection selection;
+    const u32 expert = blockIdx.x, experts = gridDim.x, words = input.words;
+    const u32 begin = expert_offsets[expert], count = expert_offsets[expert + 1] - begin;
+    u32 place = 0;
+    for (u32 base = 0; base < experts; base += kRankThreads) {
+        const u32 other = base + threadIdx.x;
+        const u32 others = other < experts ? expert_offsets[other + 1] - expert_offsets[other] : 0;
+        place += u32(__syncthreads_count(other < experts && (others > count || (others == count && other < expert))));
     }
-    if (lane == 0) {
-        above_of_warp[warp] = above;
-        ties_of_warp[warp] = ties;
+    if (threadIdx.x == 0) expert_order[place] = expert;
+
+    u32* const own_kept = kept + u64(expert) * words;
+    u32* const bits = words_fit ? reinterpret_cast<u32*>(dynamic) : own_kept;
+    Ranking{input, selection, expert, bits}.first(count, [](u32) {});
+    u32 rows = begin;
+    for (u32 base = 0; base < words; base += 4 * kRankThreads) {
+        const u32 word = base + 4 * threadIdx.x;
+        const uint4 four = word < words ? *reinterpret_cast<const uint4*>(bits + word) : uint4{0, 0, 0, 0};
+        u32 total;
+        u32 row = rows + selection.scan.before(u32(__popc(four.x) + __popc(four.y) + __popc(four.z) + __popc(four.w)), total);
+        rows += total;
+        if (word >= words) continue;
+        if (words_fit) *reinterpret_cast<uint4*>(own_kept + word) = four;
+        if (word % kTileWords == 0) kept_before[u64(expert) * (words / kTileWords) + word / kTileWords] = row - begin;
+        const u32 part[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i)
+            for (u32 left = part[i]; left != 0; left &= left - 1) row_token[row++] = 32 * (word + i) + u32(__ffs(i32(left))) - 1;
     }
+    if (semantics != kRaw && semantics != kRenormalizedOverTopK) return;
     __syncthreads();
-    above = 0;
-    ties = 0;
-    for (u32 other = 0; other < warp; ++other) {
-        above += above_of_warp[other];
-        ties += ties_of_warp[other];
-    }
-    for (u32 base = first; base < end; base += 32) {
-        const u32 token = base + lane;
-        const bool in = token < end;
-        const u32 key = in ? own[token] : 0;
-        const bool is_above = in && key > threshold.key, is_tie = in && key == threshold.key;
-        const u32 above_lanes = __ballot_sync(kAllLanes, is_above), tie_lanes = __ballot_sync(kAllLanes, is_tie);
-        const u32 ties_before = ties + __popc(tie_lanes & lanes_below(lane));
-        if (is_above || (is_tie && ties_before < threshold.ties)) {
-            const u32 above_before = above + __popc(above_lanes & lanes_below(lane));
-            row_token[begin + above_before + min_of(ties_before, threshold.ties)] = token;
-            atomicAdd(token_count + token, 1u);
-            atomicOr(token_experts + u64(token) * words + expert / 32, 1u << (expert % 32));
+    // Four rows a thread at a time: what they read is on its way together.
+    for (u32 base = begin + threadIdx.x; base < begin + count; base += kTogether * kRankThreads) {
+        u32 token[kTogether];
+        TokenSoftmax softmax[kTogether];
+        f32 logit[kTogether];
+#pragma unroll
+        for (u32 i = 0; i < kTogether; ++i) token[i] = row_token[min_of(base + i * kRankThreads, begin + count - 1)];
+#pragma unroll
+        for (u32 i = 0; i < kTogether; ++i) {
+            softmax[i] = input.token_softmax[token[i]];
+            logit[i] = input.logits[u64(token[i]) * experts + expert];
         }
-        above += __popc(above_lanes);
-        ties += __popc(tie_lanes);
+#pragma unroll
+        for (u32 i = 0; i < kTogether; ++i) {
+            const u32 row = base + i * kRankThreads;
+            if (row >= begin + count) break;
+            f32 divisor = softmax[i].total;
+            if (semantics == kRenormalizedOverTopK &&
+                (logit[i] > softmax[i].smallest ||
+                 (logit[i] == softmax[i].smallest && expert <= choice[u64(token[i]) * k + k - 1])))
+                divisor = softmax[i].chosen;
+            const f32 score = __fdiv_rn(exponential(__fadd_rn(logit[i], -softmax[i].largest)), divisor);
+            // A row that allows no choice may hold anything: its scores stay finite.
+            scores[row] = score >= 0.0f && score <= 1.0f ? score : 0.0f;
+        }
     }
 }

@@ -5,14 +5,14 @@
 
 namespace sonic {
 
+__device__ __forceinline__ f32 infinity() { return __int_as_float(0x7f800000); }
+
 // e^x for x ≤ 0: x = n·ln 2 + r with ln 2 in two parts, the first of which times n is exact, and a polynomial on
 // |r| ≤ ln 2 / 2. Below −104 the result is 0, as it would round; between, it may be subnormal.
 __device__ __forceinline__ f32 exponential(f32 x) {
-    if (x < -104.0f) return 0.0f;
-    // Adding 1.5·2²³ rounds to an integer and leaves it in the low bits.
-    const f32 shifted = __fadd_rn(__fmul_rn(x, 0x1.715476p+0f), 0x1.8p+23f);
-    const i32 n = i32(__float_as_uint(shifted) - 0x4b400000u);
-    const f32 whole = __fadd_rn(shifted, -0x1.8p+23f);
+    // Adding 1.5·2²³ + 64 rounds to an integer and leaves n + 64 in the low bits.
+    const f32 shifted = __fadd_rn(__fmul_rn(x, 0x1.715476p+0f), 0x1.80008p+23f);
+    const f32 whole = __fadd_rn(shifted, -0x1.80008p+23f);
     f32 r = __fadd_rn(x, -__fmul_rn(whole, 0x1.63p-1f));
     r = __fadd_rn(r, __fmul_rn(whole, 0x1.bd0106p-13f));
     f32 p = 0x1.a0d2cep-13f;
@@ -22,10 +22,9 @@ __device__ __forceinline__ f32 exponential(f32 x) {
     p = __fadd_rn(__fmul_rn(p, r), 0x1.555554p-3f);
     p = __fadd_rn(__fmul_rn(p, r), 0x1.0p-1f);
     const f32 value = __fadd_rn(__fadd_rn(__fmul_rn(p, __fmul_rn(r, r)), r), 1.0f);
-    // 2ⁿ in two factors, each of them normal: the product rounds once.
-    const i32 half = n / 2;
-    const f32 first = __uint_as_float(u32(half + 127) << 23), second = __uint_as_float(u32(n - half + 127) << 23);
-    return __fmul_rn(__fmul_rn(value, first), second);
+    // value lies in [0.7, 1.5]: 2ⁿ⁺⁶⁴ goes into its exponent and leaves it normal, and 2⁻⁶⁴ rounds once.
+    const f32 scaled = __uint_as_float(__float_as_uint(value) + (__float_as_uint(shifted) << 23));
+    return x < -104.0f ? 0.0f : __fmul_rn(scaled, 0x1p-64f);
 }
 
 // The sum over all lanes, lane i being the sum of the values 4i … 4i + 3 of every 128, in order.
@@ -54,9 +53,22 @@ __device__ __forceinline__ f32 sum_of_ranks(f32 low, f32 high) {
     return total;
 }
 
-// What a token's probabilities follow from: p = e^(l − largest) / total. `chosen` is Σ p over its top-K.
+// What a token's probabilities follow from: p = e^(l − largest) / total, total = Σ e^(l − largest). `chosen` is the same
+// sum over its top-K, in the order of their ranks, and `smallest` the smallest of their logits. A row that allows no
+// choice has a total of 1 and zeros.
 struct alignas(16) TokenSoftmax {
-    f32 largest, total, chosen, reserved;
+    f32 largest = 0.0f, total = 1.0f, chosen = 0.0f, smallest = 0.0f;
+
+    __device__ __forceinline__ TokenSoftmax() {}
+    __device__ __forceinline__ TokenSoftmax(f32 most, f32 sum, f32 sum_of_chosen, f32 least)
+        : largest(most), total(sum), chosen(sum_of_chosen), smallest(least) {}
+
+    // ln total, within 2⁻¹⁸: total lies in [1, 4096].
+    __device__ __forceinline__ f32 log_total() const {
+        f32 binary;
+        asm("lg2.approx.f32 %0, %1;" : "=f"(binary) : "f"(total));
+        return binary * 0x1.62e430p-1f;
+    }
 
     __device__ __forceinline__ f32 probability(f32 logit) const {
         return __fdiv_rn(exponential(__fadd_rn(logit, -largest)), total);

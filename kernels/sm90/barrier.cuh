@@ -34,10 +34,6 @@ enum class Role : u32 {
 constexpr u32 kStatusWords = 6;
 constexpr u32 kStatusStalled = 0x5717a11u;
 
-__device__ __forceinline__ u32 shared_address(const void* p) {
-    return static_cast<u32>(__cvta_generic_to_shared(p));
-}
-
 __device__ __forceinline__ void jitter(u32 salt) {
 #if SONIC_JITTER
     u32 clock;

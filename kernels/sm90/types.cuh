@@ -49,6 +49,10 @@ __device__ __forceinline__ bf16 to_bf16(f32 v) {
     return bf16{bits};
 }
 
+__device__ __forceinline__ u32 shared_address(const void* p) {
+    return static_cast<u32>(__cvta_generic_to_shared(p));
+}
+
 template <typename T>
 __host__ __device__ constexpr T ceil_div(T a, T b) {
     return (a + b - 1) / b;

@@ -37,10 +37,14 @@ pub enum Draw {
     Masked,
     /// Exactly K experts of each row are above −∞.
     BarelyMasked,
+    /// Later tokens want the second half of the experts more and more.
+    Rising,
+    /// The tokens that a bound is estimated from want the second half of the experts, and others the first.
+    Misleading,
 }
 
 impl Draw {
-    const ALL: [Self; 8] = [
+    const ALL: [Self; 10] = [
         Self::Uniform,
         Self::Ties,
         Self::Zeros,
@@ -49,11 +53,13 @@ impl Draw {
         Self::OneTakesAll,
         Self::Masked,
         Self::BarelyMasked,
+        Self::Rising,
+        Self::Misleading,
     ];
 
     pub fn logits(self, random: &mut ChaCha8Rng, plan: &ChoicePlan) -> Array2<f32> {
         let ChoicePlan { tokens, experts, k, .. } = *plan;
-        let mut logits = Array2::from_shape_fn((tokens, experts), |(_, expert)| {
+        let mut logits = Array2::from_shape_fn((tokens, experts), |(token, expert)| {
             let unit = random.random::<f32>() * 8.0 - 4.0;
             match self {
                 Self::Uniform | Self::Masked | Self::BarelyMasked => unit,
@@ -67,6 +73,12 @@ impl Draw {
                 }
                 Self::Zipf => unit / 2.0 - ((1 + expert) as f32).ln(),
                 Self::Wide => unit * 60.0,
+                Self::Rising if expert < experts / 2 => unit,
+                Self::Rising => unit + 8.0 * token as f32 / tokens as f32,
+                Self::Misleading => {
+                    let sampled = token.is_multiple_of(tokens.div_ceil(1024));
+                    unit + if sampled == (expert >= experts / 2) { 5.0 } else { 0.0 }
+                }
                 Self::OneTakesAll => {
                     if expert == experts / 2 {
                         30.0 + unit
@@ -112,7 +124,7 @@ impl Drawn {
             seed: index.wrapping_mul(0x9e37_79b9_7f4a_7c15),
         };
         let rounding = (pick(&[0, 1, 1]) == 1).then(|| (rounding, KeptScores::ALL[pick(&[0, 1, 2])]));
-        let draw = Draw::ALL[pick(&[0, 0, 1, 2, 3, 4, 5, 6, 7])];
+        let draw = Draw::ALL[pick(&[0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9])];
         Self { plan: ChoicePlan { tokens, experts, k, convention, rounding }, draw, seed: index }
     }
 }
@@ -304,7 +316,7 @@ fn every_rule_and_semantics_at_every_edge() {
     judge_all(engine.device(), cases.into_par_iter());
 }
 
-/// Sizes of real layers: several blocks in every kernel, keys that fit shared memory and keys that do not.
+/// Sizes of real layers: several blocks in every kernel.
 #[test]
 fn large_routings_have_the_bits_of_the_cpu_path() {
     let engine = engine_or_skip!();
@@ -327,6 +339,38 @@ fn large_routings_have_the_bits_of_the_cpu_path() {
         .into_iter()
         .flat_map(|plan| [Draw::Uniform, Draw::Zipf].map(|draw| Drawn { plan, draw, seed: 5 }))
         .collect();
+    judge_all(engine.device(), cases.into_par_iter());
+}
+
+/// Enough tokens that bounds are estimated: ones that hold, that too few tokens reach, and that more reach than
+/// there is room for; and ties at the cut.
+#[test]
+fn roundings_have_the_bits_of_the_cpu_path_wherever_the_estimated_bound_falls() {
+    let engine = engine_or_skip!();
+    let shapes = [(2050, 3, 1), (5000, 40, 3), (20_000, 129, 8)];
+    let cases = shapes.into_iter().flat_map(|(tokens, experts, k)| {
+        let rules = [Rule::Nearest, Rule::Up, Rule::StochasticByScores];
+        rules.into_iter().zip([128, 7, 1000]).enumerate().flat_map(move |(i, (rule, tile))| {
+            let ranking = if i == 0 { Ranking::Renormalized } else { Ranking::Probability };
+            let rounding = TokenRounding { rule, ranking, seed: 5, ..TokenRounding::new(tile) };
+            let rounding = Some((rounding, KeptScores::ALL[i]));
+            let plan = ChoicePlan { tokens, experts, k, convention: Convention::SoftmaxOverTopK, rounding };
+            Draw::ALL.into_iter().map(move |draw| Drawn { plan, draw, seed: tokens as u64 })
+        })
+    });
+    judge_all(engine.device(), cases.collect::<Vec<_>>().into_par_iter());
+}
+
+/// More tokens than a block has bits for in its shared memory.
+#[test]
+fn roundings_of_two_million_tokens_have_the_bits_of_the_cpu_path() {
+    let engine = engine_or_skip!();
+    let cases = [(Rule::Nearest, Draw::Uniform), (Rule::StochasticByScores, Draw::Ties)].map(|(rule, draw)| {
+        let rounding = Some((TokenRounding { rule, ..TokenRounding::new(128) }, KeptScores::Raw));
+        let plan =
+            ChoicePlan { tokens: 2_000_000, experts: 3, k: 1, convention: Convention::TopKOverSoftmax, rounding };
+        Drawn { plan, draw, seed: 1 }
+    });
     judge_all(engine.device(), cases.into_par_iter());
 }
 

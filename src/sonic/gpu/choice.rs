@@ -13,7 +13,7 @@ use super::device::{Buffer, Device, Guards};
 use super::pair_sort::{PairSort, SortedRouting};
 use super::routing::DeviceRouting;
 use super::token_rounding::Rounding;
-use super::top_k::{TopK, top_k};
+use super::top_k::{TopK, refusals, top_k};
 use crate::error::Error;
 use crate::routing::rounding::TokenRounding;
 use crate::routing::rounding::scores::KeptScores;
@@ -43,10 +43,11 @@ pub struct DeviceChoice {
     logits: Buffer<f32>,
     choice: Buffer<u32>,
     pair_scores: Buffer<f32>,
-    /// Largest logit, Σ e^(l − largest), Σ p of the top-K, and a spare, where a probability is needed.
+    /// Largest logit, Σ e^(l − largest), the same over the top-K, and the smallest logit of these, where a
+    /// probability is needed.
     token_softmax: Option<Buffer<f32>>,
-    /// The smallest row that allows no choice, 64 bits; all ones: none.
-    status: Buffer<u32>,
+    /// Tokens that allow no choice, a warp's first; all ones: none.
+    first_refused: Buffer<u32>,
     sort: PairSort,
     rounding: Option<Rounding>,
     routing: DeviceRouting,
@@ -119,7 +120,7 @@ impl DeviceChoice {
             choice: Buffer::output(device, "choice", pairs, guards)?,
             pair_scores: Buffer::output(device, "pair_scores", pairs, guards)?,
             token_softmax: needs_p.then(|| Buffer::output(device, "token_softmax", 4 * tokens, guards)).transpose()?,
-            status: Buffer::output(device, "status", 2, guards)?,
+            first_refused: Buffer::output(device, "first_refused", refusals(&plan), guards)?,
             sort: PairSort::new(device, pairs, experts, guards)?,
             rounding: rounding
                 .map(|(rounding, scores)| Rounding::new(device, &plan, rounding, scores, guards))
@@ -130,10 +131,12 @@ impl DeviceChoice {
 
     /// The kernels that it runs.
     pub fn variants(&self) -> Vec<Variant> {
-        let mut variants = vec![Variant::top_k(self.plan.experts)];
-        variants.extend([KernelName::RoutingHistogram, KernelName::RoutingPrefix].map(Variant::of));
+        let mut variants = vec![Variant::top_k(self.plan.experts, self.plan.k, self.token_softmax.is_some())];
+        variants.extend(
+            [KernelName::RoutingHistogram, KernelName::RoutingPrefix, KernelName::RoutingRows].map(Variant::of),
+        );
         match &self.rounding {
-            None => variants.push(Variant::of(KernelName::RoutingRows)),
+            None => {}
             Some(rounding) => variants.extend(rounding.kernels().into_iter().map(Variant::of)),
         }
         variants
@@ -148,8 +151,18 @@ impl DeviceChoice {
     /// A device that fails.
     pub fn choose(&mut self, bias: Option<&Buffer<half::bf16>>) -> crate::Result<()> {
         self.choose_experts(bias)?;
-        let Self { device, plan, logits, choice, pair_scores, token_softmax, status: _, sort, rounding, routing } =
-            self;
+        let Self {
+            device,
+            plan,
+            logits,
+            choice,
+            pair_scores,
+            token_softmax,
+            first_refused: _,
+            sort,
+            rounding,
+            routing,
+        } = self;
         sort.count(device, choice)?;
         match rounding {
             None => sort.rows(device, plan.k, choice, pair_scores, SortedRouting::of(routing)),
@@ -157,6 +170,7 @@ impl DeviceChoice {
                 let softmax = token_softmax
                     .as_ref()
                     .ok_or_else(|| Error::internal("token rounding ranks by p, and its sums were not reserved"))?;
+                sort.rows(device, plan.k, choice, pair_scores, rounding.choosers())?;
                 rounding.run(device, logits, choice, softmax, sort.totals(), routing)
             }
         }
@@ -167,9 +181,8 @@ impl DeviceChoice {
     /// # Errors
     /// A device that fails.
     pub fn choose_experts(&mut self, bias: Option<&Buffer<half::bf16>>) -> crate::Result<()> {
-        let Self { device, plan, logits, choice, pair_scores, token_softmax, status, .. } = self;
-        status.fill(0xff)?;
-        let results = TopK { choice, pair_scores, token_softmax: token_softmax.as_mut(), status };
+        let Self { device, plan, logits, choice, pair_scores, token_softmax, first_refused, .. } = self;
+        let results = TopK { choice, pair_scores, token_softmax: token_softmax.as_mut(), first_refused };
         top_k(device, plan, logits, bias, results)
     }
 
@@ -179,12 +192,10 @@ impl DeviceChoice {
     /// What the CPU path says of the same logits: of the first row that allows no choice, a logit that
     /// is NaN or +∞, or fewer than K above −∞. Or a device that fails.
     pub fn check(&self) -> crate::Result<()> {
-        let status = self.status.download()?;
-        let row = u64::from(status[0]) | u64::from(status[1]) << 32;
-        if row == u64::MAX {
-            return Ok(());
-        }
-        let row = usize::try_from(row).unwrap_or(usize::MAX);
+        let row = match self.first_refused.download()?.into_iter().min() {
+            None | Some(u32::MAX) => return Ok(()),
+            Some(row) => row as usize,
+        };
         let ChoicePlan { tokens, experts, k, .. } = self.plan;
         if row >= tokens {
             return Err(Error::internal(format!("the router's status names token {row} of {tokens}")));
@@ -237,12 +248,13 @@ impl DeviceChoice {
         &self.choice
     }
 
-    /// (T·K) the scores of the choice by pair, before any rounding.
+    /// (T·K) the scores of the choice by pair; where tokens are rounded, what they rank by.
     pub fn pair_scores(&self) -> &Buffer<f32> {
         &self.pair_scores
     }
 
-    /// (T, 4) of each token the largest logit, Σ e^(l − largest), and Σ p of its top-K.
+    /// (T, 4) of each token the largest logit, Σ e^(l − largest), the same sum over its top-K, and the smallest
+    /// logit of these.
     pub fn token_softmax(&self) -> Option<&Buffer<f32>> {
         self.token_softmax.as_ref()
     }
@@ -276,7 +288,7 @@ impl DeviceChoice {
             choice,
             pair_scores,
             token_softmax,
-            status,
+            first_refused,
             sort,
             rounding,
             routing: _,
@@ -284,7 +296,7 @@ impl DeviceChoice {
         choice.payload_bytes()
             + pair_scores.payload_bytes()
             + token_softmax.as_ref().map_or(0, Buffer::payload_bytes)
-            + status.payload_bytes()
+            + first_refused.payload_bytes()
             + sort.bytes()
             + rounding.as_ref().map_or(0, Rounding::bytes)
     }
@@ -294,13 +306,23 @@ impl DeviceChoice {
     /// # Errors
     /// A kernel wrote outside one of them.
     pub fn check_red_zones(&self) -> crate::Result<()> {
-        let Self { device: _, plan: _, logits, choice, pair_scores, token_softmax, status, sort, rounding, routing } =
-            self;
+        let Self {
+            device: _,
+            plan: _,
+            logits,
+            choice,
+            pair_scores,
+            token_softmax,
+            first_refused,
+            sort,
+            rounding,
+            routing,
+        } = self;
         [Some(logits), Some(pair_scores), token_softmax.as_ref()]
             .into_iter()
             .flatten()
             .try_for_each(Buffer::check_red_zones)?;
-        [choice, status].into_iter().try_for_each(Buffer::check_red_zones)?;
+        [choice, first_refused].into_iter().try_for_each(Buffer::check_red_zones)?;
         sort.check_red_zones()?;
         rounding.as_ref().map_or(Ok(()), Rounding::check_red_zones)?;
         routing.check_untouched()

@@ -89,7 +89,13 @@ impl DeviceRouting {
     /// What a counting sort writes.
     pub(super) fn sorted(&mut self) -> SortedRouting<'_> {
         let Self { tokens: _, expert_offsets, expert_order, row_token, token_offsets: _, token_rows, scores } = self;
-        SortedRouting { expert_offsets, expert_order, row_token, token_rows, scores }
+        SortedRouting {
+            expert_offsets,
+            expert_order: Some(expert_order),
+            row_token,
+            token_rows: Some(token_rows),
+            scores,
+        }
     }
 
     /// Checks the sizes that a kernel relies on.

@@ -3,14 +3,17 @@
 use half::bf16;
 
 use super::choice::ChoicePlan;
-use super::compile::Variant;
+use super::compile::{KernelName, Variant};
 use super::device::{Argument, Buffer, Device, Grid};
 use super::grouped_gemm::{expect_len, to_u32};
 use crate::error::Error;
 use crate::routing::Convention;
+use crate::routing::rounding::Ranking;
 
 /// Tokens of a block, a warp each.
-pub(super) const TOKENS_PER_BLOCK: usize = 8;
+const TOKENS_PER_BLOCK: usize = 8;
+/// Tokens of a block of kernels/top_k.cu, eight lanes each.
+const TOKENS_OF_GROUPS: usize = 16;
 
 /// What the kernel writes.
 pub(super) struct TopK<'a> {
@@ -20,8 +23,16 @@ pub(super) struct TopK<'a> {
     pub pair_scores: &'a mut Buffer<f32>,
     /// (T, 4), where a probability is needed.
     pub token_softmax: Option<&'a mut Buffer<f32>>,
-    /// 64 bits, all ones before.
-    pub status: &'a mut Buffer<u32>,
+    /// As long as [`refusals`] says.
+    pub first_refused: &'a mut Buffer<u32>,
+}
+
+/// Words that say which tokens have no choice, one for each warp.
+pub(super) fn refusals(plan: &ChoicePlan) -> usize {
+    match Variant::top_k(plan.experts, plan.k, false).kernel() {
+        KernelName::TopK => plan.tokens.div_ceil(4),
+        _ => plan.tokens,
+    }
 }
 
 /// A warp for each token.
@@ -38,12 +49,12 @@ pub(super) fn top_k(
     bias: Option<&Buffer<bf16>>,
     results: TopK<'_>,
 ) -> crate::Result<()> {
-    let ChoicePlan { tokens, experts, k, convention, .. } = *plan;
-    let TopK { choice, pair_scores, token_softmax, status } = results;
+    let ChoicePlan { tokens, experts, k, convention, rounding } = *plan;
+    let TopK { choice, pair_scores, token_softmax, first_refused } = results;
     expect_len(logits, tokens * experts)?;
     expect_len(choice, tokens * k)?;
     expect_len(pair_scores, tokens * k)?;
-    expect_len(status, 2)?;
+    expect_len(first_refused, refusals(plan))?;
     if let Some(bias) = bias {
         expect_len(bias, experts)?;
     }
@@ -54,25 +65,43 @@ pub(super) fn top_k(
         }
         None => 0,
     };
-    // The numbers of kernels/top_k.cu.
-    let convention = match convention {
+    // The numbers of kernels/choice.cuh. Token rounding wants what an expert ranks its choosers by.
+    let convention = match rounding.map_or(convention, |(rounding, _)| ranking_convention(rounding.ranking)) {
         Convention::SoftmaxOverTopK => 0u32,
         Convention::TopKOverSoftmax => 1,
         Convention::TopKOverSoftmaxRenormalized => 2,
         Convention::GroupedSigmoid(_) => return Err(Error::internal("a grouped router has no kernel")),
     };
-    let kernel = device.kernel(&Variant::top_k(experts))?;
+    let variant = Variant::top_k(experts, k, token_softmax.is_some());
+    let grid = match variant.kernel() {
+        KernelName::TopK => Grid {
+            blocks: to_u32("T/16", tokens.div_ceil(TOKENS_OF_GROUPS))?,
+            threads: 8 * TOKENS_OF_GROUPS as u32,
+            shared_bytes: 0,
+            cluster: 1,
+        },
+        _ => token_grid(tokens)?,
+    };
+    let kernel = device.kernel(&variant)?;
     let addresses = [
         logits.address(),
         bias.map_or(0, Buffer::address),
         choice.address(),
         pair_scores.address(),
         softmax,
-        status.address(),
+        first_refused.address(),
     ];
     let sizes = [to_u32("T", tokens)?, to_u32("E", experts)?, to_u32("K", k)?, convention];
     let arguments: Vec<_> = addresses.iter().map(Argument::of).chain(sizes.iter().map(Argument::of)).collect();
     // SAFETY: live buffers of the sizes checked above, exclusively borrowed where they are written;
     // address 0 where the kernel looks for none.
-    unsafe { kernel.launch(device, token_grid(tokens)?, &arguments) }
+    unsafe { kernel.launch(device, grid, &arguments) }
+}
+
+/// The convention of the scores that tokens rank by at the experts that they chose.
+fn ranking_convention(ranking: Ranking) -> Convention {
+    match ranking {
+        Ranking::Probability => Convention::TopKOverSoftmax,
+        Ranking::Renormalized => Convention::TopKOverSoftmaxRenormalized,
+    }
 }

@@ -18,6 +18,7 @@ macro_rules! source {
 /// What kernels include. NVRTC gets all of them by name, so that it needs no include path.
 pub const HEADERS: &[Source] = &[
     source!("activation.cuh"),
+    source!("choice.cuh"),
     source!("chunk.cuh"),
     source!("column_sum.cuh"),
     source!("combine.cuh"),
@@ -74,28 +75,30 @@ macro_rules! kernels {
 }
 
 kernels! {
-    /// The K best experts of every token, and their scores.
+    /// The K best experts of every token, and their scores; few experts.
     TopK = "top_k",
+    /// The same, of many experts.
+    TopKByWarp = "top_k_by_warp",
     /// The counting sort of the pairs, step 1.
     RoutingHistogram = "routing_histogram",
     /// Step 2.
     RoutingPrefix = "routing_prefix",
     /// Step 3: the routing.
     RoutingRows = "routing_rows",
-    /// Token rounding: every expert's ranking.
-    RoundingKeys = "rounding_keys",
+    /// Token rounding: how far down each expert looks for tokens that did not choose it.
+    RoundingThresholds = "rounding_thresholds",
+    /// Those that it finds.
+    RoundingCandidates = "rounding_candidates",
     /// Sums of ranking scores, for the rule by scores.
     RoundingSums = "rounding_sums",
     /// Down or up.
     RoundingDecision = "rounding_decision",
-    /// The rows of each expert.
+    /// The rows of each expert, and their scores.
     RoundingRows = "rounding_rows",
-    /// Where each token's pairs begin.
-    RoundingTokens = "rounding_tokens",
     /// The rows of each token.
-    RoundingPairs = "rounding_pairs",
-    /// The scores of the pairs that are left.
-    RoundingScores = "rounding_scores",
+    RoundingTokens = "rounding_tokens",
+    /// Scores renormalised over the pairs that are left.
+    RoundingKeptScores = "rounding_kept_scores",
     /// Kernel 1: h and a.
     UpForward = "up_forward",
     /// Kernel 2: y.
@@ -108,8 +111,6 @@ kernels! {
     ScoreGradient = "ds_sum",
     /// The same, with ⟨dout, b2⟩ where there are biases.
     BiasScoreGradient = "bias_score_gradient",
-    /// The order in which kernels 5 and 7 take the experts.
-    ExpertOrder = "expert_order",
     /// Kernel 5: dw2.
     DownBackwardWeight = "down_backward_weight",
     /// Kernel 6: dx̃.

@@ -68,18 +68,20 @@ impl Variant {
         Self::of(KernelName::WitnessProduct).with("SONIC_WITNESS", what)
     }
 
-    /// The choice of experts among so many.
-    pub fn top_k(experts: usize) -> Self {
-        // Chunks of 128 experts that the lanes of a warp hold; 0: read again in every pass.
-        Self::of(KernelName::TopK).with(
-            "SONIC_CHUNKS",
-            match experts {
-                0..=128 => 1,
-                129..=256 => 2,
-                257..=512 => 4,
-                _ => 0,
-            },
-        )
+    /// The choice of `k` experts among so many, with or without sums over all of them.
+    pub fn top_k(experts: usize, k: usize, sums: bool) -> Self {
+        if k > 16 {
+            return Self::of(KernelName::TopKByWarp);
+        }
+        // Quads of experts that each of a token's eight lanes holds.
+        let quads = match experts {
+            0..=32 => 1,
+            33..=128 => 4,
+            129..=256 => 8,
+            257..=512 => 16,
+            _ => return Self::of(KernelName::TopKByWarp),
+        };
+        Self::of(KernelName::TopK).with("SONIC_QUADS", quads).with("SONIC_SUMS", u32::from(sums))
     }
 
     /// The same with one more constant, for tile settings other than a kernel's own.
@@ -102,7 +104,10 @@ impl Variant {
                     Activation::WITH_KERNELS.into_iter().map(Self::down_backward_activation).collect()
                 }
                 KernelName::WitnessProduct => (0..3).map(Self::witness_product).collect(),
-                KernelName::TopK => [128, 256, 512, 513].map(Self::top_k).to_vec(),
+                KernelName::TopK => [32, 128, 256, 512]
+                    .into_iter()
+                    .flat_map(|experts| [false, true].map(|sums| Self::top_k(experts, 1, sums)))
+                    .collect(),
                 _ => vec![Self::of(kernel)],
             })
             .collect()
