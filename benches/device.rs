@@ -14,7 +14,8 @@ fn kernels(criterion: &mut Criterion) {
         Ok(device) => device,
         Err(absence) => return eprintln!("skipped: {absence}"),
     };
-    let workload = Workload { shape: SHAPE.parse().expect("five numbers"), load: Load::Uniform, seed: 1 };
+    let workload =
+        Workload { shape: SHAPE.parse().expect("five numbers"), load: Load::Uniform, rounding: None, seed: 1 };
     let mut measurement = Measurement::prepare(&device, &workload).expect("the device holds the layer");
     let mut group = criterion.benchmark_group(SHAPE);
     group.sample_size(20).measurement_time(Duration::from_secs(2)).warm_up_time(Duration::from_millis(500));

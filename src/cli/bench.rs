@@ -3,6 +3,7 @@
 
 mod device;
 mod products;
+mod rounding;
 
 use std::time::Instant;
 
@@ -34,6 +35,7 @@ Examples:
   sonicmoe bench --shape 512,256,64,8,2 --dtype bf16 --threads 1
   sonicmoe bench --json
   sonicmoe bench --device cuda --configs olmoe,sparse    the kernels on a Hopper GPU
+  sonicmoe bench --device cuda --rounding 128            what token rounding saves there
 
 Everything runs in turn, once to warm up and then `--runs` times; the medians are shown. GFLOP/s
 counts the 18·R·n·d operations (R = T·K) of forward's and backward's products, whatever else a
@@ -65,6 +67,9 @@ pub struct BenchArgs {
     /// On a GPU: how tokens spread over the experts
     #[arg(long, value_enum, default_value_t = Spread::Uniform)]
     load: Spread,
+    /// On a GPU: what rounding tokens to multiples of M saves instead, beside top-K on the same logits
+    #[arg(long, value_name = "M", value_parser = clap::value_parser!(u16).range(1..))]
+    rounding: Option<u16>,
     /// On a GPU: print lines of comma-separated values
     #[arg(long, conflicts_with = "json")]
     csv: bool,
@@ -99,7 +104,17 @@ pub fn bench(args: &BenchArgs) -> Result<String> {
             Spread::Uniform => Load::Uniform,
             Spread::Zipf => Load::Zipf,
         };
-        let measured = device::measure(&device::named(&args.configs)?, load, usize::from(args.runs))?;
+        let rounds = usize::from(args.runs);
+        if let Some(tile) = args.rounding {
+            let gains = rounding::measure(&args.configs, load, usize::from(tile), rounds)?;
+            return Ok(match args {
+                BenchArgs { json: true, .. } => rounding::as_json(&gains),
+                BenchArgs { csv: true, .. } => rounding::csv(&gains),
+                BenchArgs { markdown: true, .. } => rounding::markdown(&gains),
+                _ => rounding::text(&gains),
+            });
+        }
+        let measured = device::measure(&device::named(&args.configs)?, load, rounds)?;
         return Ok(match args {
             BenchArgs { json: true, .. } => device::as_json(&measured),
             BenchArgs { csv: true, .. } => device::csv(&measured),
@@ -387,6 +402,7 @@ mod tests {
             device: Place::Cpu,
             configs: Vec::new(),
             load: Spread::Uniform,
+            rounding: None,
             csv: false,
             markdown: false,
         }

@@ -71,7 +71,7 @@ fn the_witness_judges_as_the_oracle_on_the_host_does() {
 fn the_witness_sees_one_wrong_element_in_each_result() {
     engine_or_skip!();
     let engine = GpuEngine::open().unwrap();
-    let workload = Workload { shape: "300,136,72,5,2".parse().unwrap(), load: Load::Uniform, seed: 9 };
+    let workload = Workload { shape: "300,136,72,5,2".parse().unwrap(), load: Load::Uniform, rounding: None, seed: 9 };
     let Loaded { layer, x, dout, on_device, .. } = workload.load(engine.device(), Guards::NONE).unwrap();
     let mut plan = Plan::allocate(layer, &on_device).unwrap();
     plan.forward(&on_device, &x).unwrap();
@@ -141,7 +141,7 @@ fn at_full_size_every_element_of_every_kernel_is_within_its_bound() {
         for load in Load::ALL {
             let start = std::time::Instant::now();
             let engine = GpuEngine::open().unwrap();
-            let workload = Workload { shape: shape.parse().unwrap(), load, seed: 20_260_301 };
+            let workload = Workload { shape: shape.parse().unwrap(), load, rounding: None, seed: 20_260_301 };
             let loaded = workload.load(engine.device(), Guards::NONE).unwrap();
             let (elements, worst) = full_size(&engine, loaded, &format!("{name} ({load})"));
             let seconds = start.elapsed().as_secs_f64();

@@ -138,7 +138,7 @@ pub fn measure(configurations: &[Configuration], load: Load, rounds: usize) -> R
         .iter()
         .map(|&configuration| {
             let device = Device::open().map_err(|absence| Error::device(absence.to_string()))?;
-            let workload = Workload { shape: configuration.shape, load, seed: 1 };
+            let workload = Workload { shape: configuration.shape, load, rounding: None, seed: 1 };
             let mut measurement = Measurement::prepare(&device, &workload)?;
             let times = measurement.run(rounds)?;
             Ok(Measured::of(configuration, load, rounds, measurement.saved_bytes(), &times))

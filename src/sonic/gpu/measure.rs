@@ -162,7 +162,7 @@ pub struct Measurement {
     device: Arc<Device>,
     saved_bytes: usize,
     /// What the graphs name.
-    _owned: Owned,
+    owned: Owned,
 }
 
 struct Owned {
@@ -170,8 +170,12 @@ struct Owned {
     routing: DeviceRouting,
     x: Buffer<bf16>,
     dout: Buffer<bf16>,
+    baselines: Option<Baselines>,
+}
+
+struct Baselines {
     square: [Buffer<bf16>; 3],
-    /// Where the baselines write.
+    /// Where products write.
     scratch: Buffer<bf16>,
     copies: [Buffer<bf16>; 2],
     blas: Option<Arc<Blas>>,
@@ -183,37 +187,46 @@ impl Measurement {
     /// # Errors
     /// Not enough device memory, or a device that fails.
     pub fn prepare(device: &Arc<Device>, workload: &Workload) -> Result<Self> {
-        let Loaded { layer, x, dout, on_device, .. } = workload.load(device, Guards::NONE)?;
-        let plan = Plan::allocate(layer, &on_device)?;
-        let saved_bytes = plan.kept(&on_device, &x).activations();
+        let mut owned = Owned::load(device, workload)?;
         let Shape { d, n, .. } = workload.shape;
-        let scratch = (workload.shape.routed() * d.max(2 * n)).max(plan.dw1().len());
+        let scratch = (workload.shape.routed() * d.max(2 * n)).max(owned.plan.dw1().len());
         let normal = |name, len, seed| -> Result<Buffer<bf16>> {
             let mut buffer = Buffer::output(device, name, len, Guards::NONE)?;
             fill_normal(device, &mut buffer, seed, 1.0)?;
             Ok(buffer)
         };
-        let mut owned = Owned {
+        let baselines = Baselines {
             square: [normal("A", SIDE * SIDE, 11)?, normal("B", SIDE * SIDE, 12)?, normal("C", SIDE * SIDE, 13)?],
             scratch: normal("a baseline's result", scratch, 14)?,
             copies: [normal("copied", COPY_BYTES / 2, 15)?, normal("copy", COPY_BYTES / 2, 16)?],
             blas: Blas::on(device).ok(),
-            plan,
-            routing: on_device,
-            x,
-            dout,
         };
         let mut subjects: Vec<Subject> = KERNELS.map(Subject::Kernel).to_vec();
         subjects.extend([Subject::Forward, Subject::Backward, Subject::Copy]);
-        if owned.blas.is_some() {
+        if baselines.blas.is_some() {
             subjects.extend(GEMMS.map(Subject::Vendor));
             subjects.push(Subject::Square);
         }
+        owned.baselines = Some(baselines);
+        Self::record(device, workload, owned, &subjects)
+    }
+
+    /// [`Measurement::prepare`] of the two passes alone, whatever the routing.
+    ///
+    /// # Errors
+    /// As [`Measurement::prepare`].
+    pub fn of_passes(device: &Arc<Device>, workload: &Workload) -> Result<Self> {
+        let owned = Owned::load(device, workload)?;
+        Self::record(device, workload, owned, &[Subject::Forward, Subject::Backward])
+    }
+
+    fn record(device: &Arc<Device>, workload: &Workload, mut owned: Owned, subjects: &[Subject]) -> Result<Self> {
+        let saved_bytes = owned.plan.kept(&owned.routing, &owned.x).activations();
         // Once in the method's order, so that every kernel reads what it reads in a step.
         owned.queue(Subject::Forward, workload.shape)?;
         owned.queue(Subject::Backward, workload.shape)?;
         let mut items = Vec::new();
-        for subject in subjects {
+        for &subject in subjects {
             owned.queue(subject, workload.shape)?;
             let watch = Stopwatch::start(device)?;
             owned.queue(subject, workload.shape)?;
@@ -221,7 +234,7 @@ impl Measurement {
             let graph = Graph::record(device, || (0..launches).try_for_each(|_| owned.queue(subject, workload.shape)))?;
             items.push((subject, graph, launches));
         }
-        Ok(Self { items, device: Arc::clone(device), saved_bytes, _owned: owned })
+        Ok(Self { items, device: Arc::clone(device), saved_bytes, owned })
     }
 
     /// Bytes kept from forward to backward, metadata apart.
@@ -248,6 +261,11 @@ impl Measurement {
             unsafe { graph.launch() }?;
         }
         Ok(Some(watch.stop()? / (replays * launches) as f64))
+    }
+
+    /// R.
+    pub fn routed(&self) -> usize {
+        self.owned.routing.routed()
     }
 
     /// Two rounds to warm up, then `rounds` rounds, every subject in each.
@@ -323,12 +341,21 @@ fn batched(
 }
 
 impl Owned {
+    fn load(device: &Arc<Device>, workload: &Workload) -> Result<Self> {
+        let Loaded { layer, x, dout, on_device, .. } = workload.load(device, Guards::NONE)?;
+        Ok(Self { plan: Plan::allocate(layer, &on_device)?, routing: on_device, x, dout, baselines: None })
+    }
+
     fn queue(&mut self, subject: Subject, shape: Shape) -> Result<()> {
-        let Self { plan, routing, x, dout, square, scratch, copies, blas } = self;
+        let Self { plan, routing, x, dout, baselines } = self;
         match subject {
-            Subject::Kernel(kernel) => plan.kernel(kernel, routing, x, dout),
-            Subject::Forward => plan.forward(routing, x),
-            Subject::Backward => plan.backward(routing, x, dout),
+            Subject::Kernel(kernel) => return plan.kernel(kernel, routing, x, dout),
+            Subject::Forward => return plan.forward(routing, x),
+            Subject::Backward => return plan.backward(routing, x, dout),
+            _ => {}
+        }
+        let Some(Baselines { square, scratch, copies, blas }) = baselines else { return Ok(()) };
+        match subject {
             Subject::Copy => {
                 let [from, to] = copies;
                 plain_copy(plan.layer().device(), from, to)
@@ -352,6 +379,7 @@ impl Owned {
                 };
                 batched(blas.as_ref(), e, size, a, b, scratch)
             }
+            _ => Ok(()),
         }
     }
 }

@@ -4,11 +4,14 @@ use std::fmt;
 use std::sync::Arc;
 
 use half::bf16;
+use ndarray::Array2;
 use rayon::prelude::*;
 
 use crate::activation::Activation;
-use crate::error::Result;
-use crate::routing::Routing;
+use crate::error::{Error, Result};
+use crate::routing::rounding::TokenRounding;
+use crate::routing::rounding::scores::{self, KeptScores};
+use crate::routing::{Routing, top_k};
 use crate::shape::{ExpertId, Shape, TokenId};
 
 use super::device::{Buffer, Device, Guards};
@@ -46,6 +49,8 @@ pub struct Workload {
     pub shape: Shape,
     /// The spread of tokens.
     pub load: Load,
+    /// Whether tokens are rounded after their choice, and how; scores are then p as it is.
+    pub rounding: Option<TokenRounding>,
     /// Of all numbers.
     pub seed: u64,
 }
@@ -62,17 +67,28 @@ pub struct Loaded {
     pub on_device: DeviceRouting,
     /// The host's view of the routing.
     pub routing: Routing,
-    /// By pair, in (0, 1], with a sum of 1 for each token.
+    /// By pair, in (0, 1]; without rounding with a sum of 1 for each token.
     pub scores: Vec<f32>,
 }
 
 impl Workload {
-    /// The pairs of every token in falling order of score, and their scores.
+    /// The pairs of every token in falling order of score, and their scores; rounded, by ascending expert.
     ///
     /// # Errors
     /// Sizes beyond the indices of a routing.
     pub fn routing(&self) -> Result<(Routing, Vec<f32>)> {
         let Shape { t, e, k, .. } = self.shape;
+        if let Some(rounding) = self.rounding {
+            let logits: Vec<f32> =
+                (0..t).into_par_iter().flat_map_iter(|token| self.logits(token)).map(|logit| logit as f32).collect();
+            let logits = Array2::from_shape_vec((t, e), logits)
+                .map_err(|error| Error::internal(format!("T·E logits do not form (T, E): {error}")))?;
+            let choice = top_k(logits.view(), k)?;
+            let p = crate::routing::scores::softmax(logits.view())?;
+            let routing = rounding.round(p.view(), &choice)?.routing;
+            let scores = scores::forward(logits.view(), &choice, &routing, KeptScores::Raw)?;
+            return Ok((routing, scores));
+        }
         let chosen: Vec<(ExpertId, f32)> = (0..t).into_par_iter().flat_map_iter(|token| self.choice(token)).collect();
         let tokens = (0..t as u32).flat_map(|token| std::iter::repeat_n(TokenId(token), k));
         let routing = Routing::new(t, e, tokens.zip(chosen.iter().map(|&(expert, _)| expert)))?;
@@ -80,20 +96,24 @@ impl Workload {
         Ok((routing, chosen.into_iter().map(|(_, score)| score).collect()))
     }
 
-    /// The K largest of weights' logarithms plus Gumbel noise: a draw without replacement.
+    /// Weights' logarithms plus Gumbel noise: the K largest are a draw without replacement.
+    fn logits(&self, token: usize) -> impl Iterator<Item = f64> + use<> {
+        let (Self { load, seed, .. }, e) = (*self, self.shape.e);
+        (0..e).map(move |expert| {
+            let bits = mixed(seed ^ mixed((token * e + expert) as u64));
+            let uniform = ((bits >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
+            let weight = match load {
+                Load::Uniform => 0.0,
+                Load::Zipf => -((expert + 1) as f64).ln(),
+            };
+            weight - (-uniform.ln()).ln()
+        })
+    }
+
+    /// The K largest of them.
     fn choice(&self, token: usize) -> Vec<(ExpertId, f32)> {
-        let Shape { e, k, .. } = self.shape;
-        let mut logits: Vec<(f64, usize)> = (0..e)
-            .map(|expert| {
-                let bits = mixed(self.seed ^ mixed((token * e + expert) as u64));
-                let uniform = ((bits >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
-                let weight = match self.load {
-                    Load::Uniform => 0.0,
-                    Load::Zipf => -((expert + 1) as f64).ln(),
-                };
-                (weight - (-uniform.ln()).ln(), expert)
-            })
-            .collect();
+        let Shape { k, e, .. } = self.shape;
+        let mut logits: Vec<(f64, usize)> = self.logits(token).zip(0..).collect();
         let largest_first = |a: &(f64, usize), b: &(f64, usize)| b.0.total_cmp(&a.0);
         if k < e {
             logits.select_nth_unstable_by(k, largest_first);
@@ -145,7 +165,7 @@ mod tests {
     #[test]
     fn every_token_has_k_experts_and_scores_that_add_up_to_1() {
         for load in Load::ALL {
-            let workload = Workload { shape: "500,8,8,16,3".parse().unwrap(), load, seed: 1 };
+            let workload = Workload { shape: "500,8,8,16,3".parse().unwrap(), load, rounding: None, seed: 1 };
             let (routing, scores) = workload.routing().unwrap();
             assert_eq!(routing.routed(), 1500);
             for token in scores.chunks(3) {
@@ -157,6 +177,20 @@ mod tests {
                 Load::Uniform => assert!(counts.iter().all(|count| (42..=146).contains(count)), "{counts:?}"),
                 Load::Zipf => assert!(counts[0] > 300 && counts[15] < 80, "{counts:?}"),
             }
+        }
+    }
+    #[test]
+    fn rounded_it_is_the_same_choice_but_for_the_last_tile_of_each_expert() {
+        for load in Load::ALL {
+            let of_top_k = Workload { shape: "500,8,8,16,3".parse().unwrap(), load, rounding: None, seed: 1 };
+            let rounded = Workload { rounding: Some(TokenRounding::new(32)), ..of_top_k };
+            let [(of_top_k, _), (rounded, scores)] = [of_top_k, rounded].map(|workload| workload.routing().unwrap());
+            let pairs = of_top_k.tokens_per_expert().into_iter().zip(rounded.tokens_per_expert());
+            for (before, after) in pairs {
+                assert!(after.is_multiple_of(32) && before.abs_diff(after) <= 16, "{before} became {after}");
+            }
+            assert_eq!(scores.len(), rounded.routed());
+            assert!(scores.iter().all(|score| *score > 0.0 && *score <= 1.0));
         }
     }
 }
