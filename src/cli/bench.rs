@@ -5,6 +5,7 @@ mod device;
 mod products;
 mod rounding;
 
+use std::path::PathBuf;
 use std::time::Instant;
 
 use clap::Args;
@@ -70,6 +71,9 @@ pub struct BenchArgs {
     /// On a GPU: what rounding tokens to multiples of M saves instead, beside top-K on the same logits
     #[arg(long, value_name = "M", value_parser = clap::value_parser!(u16).range(1..))]
     rounding: Option<u16>,
+    /// On a GPU: write a roofline of what was measured to this file, as SVG
+    #[arg(long, value_name = "FILE", conflicts_with = "rounding")]
+    roofline: Option<PathBuf>,
     /// On a GPU: print lines of comma-separated values
     #[arg(long, conflicts_with = "json")]
     csv: bool,
@@ -115,6 +119,9 @@ pub fn bench(args: &BenchArgs) -> Result<String> {
             });
         }
         let measured = device::measure(&device::named(&args.configs)?, load, rounds)?;
+        if let Some(path) = &args.roofline {
+            std::fs::write(path, device::picture(&measured)).map_err(|error| Error::io(path, error))?;
+        }
         return Ok(match args {
             BenchArgs { json: true, .. } => device::as_json(&measured),
             BenchArgs { csv: true, .. } => device::csv(&measured),
@@ -403,6 +410,7 @@ mod tests {
             configs: Vec::new(),
             load: Spread::Uniform,
             rounding: None,
+            roofline: None,
             csv: false,
             markdown: false,
         }

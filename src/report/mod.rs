@@ -3,6 +3,7 @@
 pub mod chart;
 pub mod junit;
 pub mod markup;
+pub mod roofline;
 pub mod table;
 
 pub use markup::Markup;

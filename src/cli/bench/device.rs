@@ -3,6 +3,7 @@
 use serde_json::json;
 
 use crate::error::{Error, Result};
+use crate::report::roofline::{Point, roofline};
 use crate::report::{Align, Table, number};
 use crate::shape::Shape;
 use crate::sonic::gpu::compile::KernelName;
@@ -253,6 +254,26 @@ pub fn markdown(measured: &[Measured]) -> String {
     text
 }
 
+/// The kernels that multiply, of every layer, as an SVG file; of those without cuBLAS nothing.
+pub fn picture(measured: &[Measured]) -> String {
+    let points = measured.iter().flat_map(|one| {
+        let shape = one.configuration.shape;
+        one.rows.iter().filter_map(move |row| {
+            let product = one.product?;
+            let multiplies = matches!(row.subject, Subject::Kernel(_)) && row.tflops > 0.0;
+            // FLOP/byte · GB/s is a thousandth of a TFLOP/s.
+            let of_copy = row.subject.operations(&shape) / row.subject.bytes(&shape) * one.copy / 1e3;
+            multiplies.then(|| Point {
+                layer: one.configuration.name.to_owned(),
+                kernel: row.subject.to_string(),
+                intensity: of_copy / product,
+                rate: row.tflops / product,
+            })
+        })
+    });
+    roofline(&points.collect::<Vec<_>>())
+}
+
 /// One line a row.
 pub fn csv(measured: &[Measured]) -> String {
     let mut text =
@@ -345,6 +366,14 @@ mod tests {
             assert!(report.contains("7b-n256"), "{report}");
         }
         assert_eq!(csv(&measured).lines().count(), 1 + 9);
+    }
+
+    /// Half of the roof, whichever side of the ridge.
+    #[test]
+    fn the_picture_has_a_point_for_each_kernel_that_multiplies() {
+        let svg = picture(&[measured()]);
+        assert_eq!(svg.matches("<title>").count(), 6, "{svg}");
+        assert!(svg.contains("7b-n256: down_backward_weight, 0.50 of the product"), "{svg}");
     }
 
     #[test]
