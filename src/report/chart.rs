@@ -96,7 +96,7 @@ pub fn intervals(rows: &[Interval]) -> Markup {
 
 /// The worst ratios by place.
 pub fn heat(map: &HeatMap) -> Markup {
-    const LEFT: f64 = 64.0;
+    const LEFT: f64 = 84.0;
     const RIGHT: f64 = 712.0;
     const TOP: f64 = 6.0;
     let [rows, columns] = map.bins();
@@ -203,7 +203,8 @@ pub const TENSORS: [&str; 5] = ["m0", "m1", "m2", "m3", "m4"];
 /// What each system keeps, tensor by tensor, as stacked bars.
 pub fn stacks(systems: &[(&str, [(&'static str, u128); 5])]) -> Markup {
     const ROW: f64 = 30.0;
-    const LEFT: f64 = 230.0;
+    // The longest name: DeepGEMM-based (without padding).
+    const LEFT: f64 = 265.0;
     const RIGHT: f64 = 620.0;
     let total = |tensors: &[(&str, u128)]| tensors.iter().fold(0u128, |sum, (_, bytes)| sum.saturating_add(*bytes));
     let most = systems.iter().map(|(_, tensors)| total(tensors)).max().unwrap_or(0).max(1);

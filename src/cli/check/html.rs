@@ -83,6 +83,12 @@ fn of_checked(article: &mut Markup, checked: &Checked) {
         article.literal("Repeat: ");
         article.leaf("code", &[], repeat);
         article.close("p");
+        if checked.verdict == Verdict::NumericFailure {
+            article.open("p", &[]);
+            article.literal("Why: ");
+            article.leaf("code", &[], format!("sonicmoe explain {}", dump.path.display()));
+            article.close("p");
+        }
     }
     if !trial.judged.is_empty() {
         places(article, trial);
@@ -106,7 +112,7 @@ fn results(article: &mut Markup, trial: &Trial) {
             Some(Interval { label: text::name_of(judged), error, bound: worst.bound, ratio: worst.ratio })
         })
         .collect();
-    article.append(&chart::intervals(&rows));
+    picture(article, &chart::intervals(&rows));
     let table = text::results(trial);
     article.literal("<div class=\"wide\">\n<table>\n<tr>");
     table.headers().for_each(|header| article.leaf("th", &[], header));
@@ -132,9 +138,16 @@ fn places(article: &mut Markup, trial: &Trial) {
     for judged in &trial.judged {
         article.literal("<div>\n");
         article.leaf("h4", &[], text::name_of(judged));
-        article.append(&chart::heat(&judged.judgement.heat));
+        picture(article, &chart::heat(&judged.judgement.heat));
         article.literal("</div>\n");
     }
+    article.literal("</div>\n");
+}
+
+/// A picture that scrolls where the screen is too narrow to read it.
+fn picture(article: &mut Markup, chart: &Markup) {
+    article.literal("<div class=\"picture\">\n");
+    article.append(chart);
     article.literal("</div>\n");
 }
 
@@ -154,7 +167,7 @@ fn load(article: &mut Markup, routing: &Routing) {
     legend(article, "tokens", "tokens");
     legend(article, "padding", "padding");
     article.literal("</div>\n");
-    article.append(&chart::columns(&counts, TILE));
+    picture(article, &chart::columns(&counts, TILE));
 }
 
 fn memory(article: &mut Markup, dump: &Dump) {
@@ -170,5 +183,5 @@ fn memory(article: &mut Markup, dump: &Dump) {
     let tensors = System::PlainAutograd.tensors(layer).map(|(tensor, _)| tensor);
     chart::TENSORS.iter().zip(tensors).for_each(|(class, tensor)| legend(article, class, tensor));
     article.literal("</div>\n");
-    article.append(&chart::stacks(&System::ALL.map(|system| (system.name(), system.tensors(layer)))));
+    picture(article, &chart::stacks(&System::ALL.map(|system| (system.name(), system.tensors(layer)))));
 }
