@@ -81,9 +81,35 @@ pub(super) enum Scores {
 /// A router (its scores are no fractions of a few bits), an activation without a flat part, d or n
 /// below 8, n beyond 4096 or T beyond 4096, or sizes that leave fine scores no exact sums.
 pub(super) fn problem<S: Element>(case: &Case, scores: Scores) -> Result<Problem<'static, S>> {
-    let Shape { t, d, n, e, .. } = case.shape;
-    let Some(offsets) = offsets(case.activation) else {
-        let known = Activation::ALL.into_iter().filter(|&activation| self::offsets(activation).is_some());
+    let offsets = held_offsets(case)?;
+    let Shape { t, d, e, .. } = case.shape;
+    let features = Features::draw(case, scores)?;
+    let routing = case.given_pairs()?;
+    let roles = Roles::draw(case, &routing);
+    let scores = draw_scores(case, scores, &roles, &routing)?;
+    let (w1, b1) = draw_w1_and_b1(case, &offsets, &features);
+    let (w2, x) = (draw_w2(case), draw_x(case, &features, &roles));
+    let mut stream = case.stream(Tensor::B2);
+    let b2 = Array2::from_shape_simple_fn((e, d), || 2.0 * stream.sign());
+    let mut stream = case.stream(Tensor::Dout);
+    let dout = Array2::from_shape_simple_fn((t, d), || S::from_f64(stream.sign()));
+    let biases = case.biases.then(|| Biases { b1: b1.mapv(S::from_f64).into(), b2: b2.mapv(S::from_f64).into() });
+    Problem::new(
+        x.mapv(S::from_f64),
+        w1.mapv(S::from_f64),
+        w2.mapv(S::from_f64),
+        biases,
+        Gating::Given { routing, scores },
+        case.activation,
+        dout,
+    )
+}
+
+/// The offsets of a case for which the regime holds.
+fn held_offsets(case: &Case) -> Result<Offsets> {
+    let Shape { t, d, n, .. } = case.shape;
+    let Some(held) = offsets(case.activation) else {
+        let known = Activation::ALL.into_iter().filter(|&activation| offsets(activation).is_some());
         return Err(Error::unknown(
             "activation of the exact regime",
             case.activation.name(),
@@ -102,20 +128,27 @@ pub(super) fn problem<S: Element>(case: &Case, scores: Scores) -> Result<Problem
             return Err(Error::size(what, size, format!("the exact regime holds for {least} to {most}")));
         }
     }
-    let features = Features::draw(case, scores)?;
-    let routing = case.given_pairs()?;
-    let roles = Roles::draw(case, &routing);
+    Ok(held)
+}
+
+/// Scores by pair.
+fn draw_scores<A: Element>(case: &Case, scores: Scores, roles: &Roles, routing: &Routing) -> Result<Vec<A>> {
     let mut stream = case.stream(Tensor::Scores);
-    let scores = match scores {
-        Scores::Coarse => roles.coarse_scores(&mut stream, &routing),
+    match scores {
+        Scores::Coarse => Ok(roles.coarse_scores(&mut stream, routing)),
         Scores::Fine => {
-            let bits = fine_bits(case, &routing)?;
+            let bits = fine_bits(case, routing)?;
             let half = 1usize << (bits - 2);
             let odd = (0..routing.routed()).map(|_| 2 * (half + stream.below(half)) + 1);
-            odd.map(|odd| Element::from_f64(libm::ldexp(odd as f64, -bits))).collect()
+            Ok(odd.map(|odd| Element::from_f64(libm::ldexp(odd as f64, -bits))).collect())
         }
-    };
+    }
+}
 
+/// w1 (E, h width, d), and b1 (E, h width): offsets in b1, or in the constant features of w1; gates and ups
+/// over the free features; the switch of some gates.
+fn draw_w1_and_b1(case: &Case, offsets: &Offsets, features: &Features) -> (Array3<f64>, Array2<f64>) {
+    let Shape { d, n, e, .. } = case.shape;
     let width = case.activation.h_width(n);
     let mut w1 = Array3::zeros((e, width, d));
     let mut b1 = Array2::zeros((e, width));
@@ -140,20 +173,26 @@ pub(super) fn problem<S: Element>(case: &Case, scores: Scores) -> Result<Problem
             if unit == 0 {
                 continue;
             }
-            for place in stream.distinct(features.free.len(), 3) {
-                w1[[expert, gate_row, features.free[place]]] = stream.sign() * offsets.gate_weight;
-            }
-            if offsets.up.is_some() {
-                for place in stream.distinct(features.free.len(), 2) {
-                    w1[[expert, gate_row + 1, features.free[place]]] = stream.sign() * 2.0;
+            let mut weights = |row: usize, count: usize, size: f64| {
+                for place in stream.distinct(features.free.len(), count) {
+                    w1[[expert, row, features.free[place]]] = stream.sign() * size;
                 }
+            };
+            weights(gate_row, 3, offsets.gate_weight);
+            if offsets.up.is_some() {
+                weights(gate_row + 1, 2, 2.0);
             }
         }
         for unit in switched {
             w1[[expert, rows_of_unit * (unit + 1), features.switch]] = OFF;
         }
     }
+    (w1, b1)
+}
 
+/// w2 (E, d, n): three ±1 a column.
+fn draw_w2(case: &Case) -> Array3<f64> {
+    let Shape { d, n, e, .. } = case.shape;
     let mut w2 = Array3::zeros((e, d, n));
     let mut stream = case.stream(Tensor::W2);
     for expert in 0..e {
@@ -163,7 +202,12 @@ pub(super) fn problem<S: Element>(case: &Case, scores: Scores) -> Result<Problem
             }
         }
     }
+    w2
+}
 
+/// x (T, d): ±1 in some free features unless the token is a witness, 1 in the constant ones, and the switch.
+fn draw_x(case: &Case, features: &Features, roles: &Roles) -> Array2<f64> {
+    let Shape { t, d, .. } = case.shape;
     let mut x = Array2::zeros((t, d));
     let mut stream = case.stream(Tensor::X);
     for token in 0..t {
@@ -175,21 +219,7 @@ pub(super) fn problem<S: Element>(case: &Case, scores: Scores) -> Result<Problem
             ones.into_iter().for_each(|(feature, value)| x[[token, feature]] = value);
         }
     }
-
-    let mut stream = case.stream(Tensor::B2);
-    let b2 = Array2::from_shape_simple_fn((e, d), || 2.0 * stream.sign());
-    let mut stream = case.stream(Tensor::Dout);
-    let dout = Array2::from_shape_simple_fn((t, d), || S::from_f64(stream.sign()));
-    let biases = case.biases.then(|| Biases { b1: b1.mapv(S::from_f64).into(), b2: b2.mapv(S::from_f64).into() });
-    Problem::new(
-        x.mapv(S::from_f64),
-        w1.mapv(S::from_f64),
-        w2.mapv(S::from_f64),
-        biases,
-        Gating::Given { routing, scores },
-        case.activation,
-        dout,
-    )
+    x
 }
 
 /// What the columns of x stand for.
