@@ -4,6 +4,7 @@ mod given_scores;
 mod html;
 mod json;
 mod junit;
+mod sweep;
 mod text;
 mod trial;
 
@@ -238,7 +239,7 @@ fn judge_file(path: &Path, args: &CheckArgs, progress: &Progress) -> Result<Chec
             Ok(mut trial) => {
                 if trial.passes() {
                     progress.step("wrong results in the place of right ones");
-                    trial.try_impostors(&dump)?;
+                    trial.look_again(&dump)?;
                 }
                 let missing: Vec<Output> = dump.missing.iter().copied().filter(|output| args.judges(*output)).collect();
                 let verdict = match missing.is_empty() {

@@ -21,14 +21,17 @@
 //! ```
 //!
 //! *Everything else* (accumulators that may cut off instead of rounding, σ from an approximate exp, a
-//! router in the score type) may err to one side everywhere, and counts with its whole a-priori bound:
-//! S = Σ s_i |w_i|, where s is [`bound::layer`] of the same engine with storage roundings left out, and
-//! besides u·σ_i, what the squares of the random errors can shift their mean by.
+//! router in the score type, storage below the normal range, where small numbers all become 0) may err to
+//! one side everywhere, and counts with its whole a-priori bound: S = Σ s_i |w_i|, where s is
+//! [`bound::layer`] of the same engine with storage roundings of normal numbers left out, and besides u·σ_i,
+//! what the squares of the random errors can shift their mean by.
 //!
 //! So z = (|⟨c − r, w⟩| − S) / D is at most λ = 6 for a correct engine. What is derived: S, and D for
 //! blocks as `Sharing` lists them. What is assumed, as by the statistical twin: roundings of different
 //! numbers are independent and of mean 0. That holds for **random data** and not, for example, where
 //! all tokens are identical; then this module rejects correct engines, so it stands beside the bounds.
+
+mod leaning;
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -38,8 +41,8 @@ use std::ops::Range;
 use ndarray::ArrayD;
 use rayon::prelude::*;
 
-use super::bound;
 use super::bound::ball::Measure;
+use super::bound::{self, Model};
 use super::judge::in_order;
 use super::statistic::LIMIT;
 use crate::element::DType;
@@ -47,6 +50,7 @@ use crate::engine::{Numerics, Output, RoundingModel, RouterRounding, Stored};
 use crate::error::{Error, Result};
 use crate::problem::{Gating, Problem};
 use crate::routing::Routing;
+pub(crate) use leaning::{Leaning, TwinPiece};
 
 /// A result nearer to the truth than this, relative to the largest number, is the truth.
 const SAME: f64 = 1e-9;
@@ -160,6 +164,19 @@ impl Bias {
     }
 }
 
+/// The layer as σ has it, and as s has it but for what σ can shift a mean by.
+pub(crate) fn twin_models<'a, 'p>(
+    problem: &'a Problem<'p, f64>,
+    routing: &'a Routing,
+    numerics: &Numerics,
+) -> [Model<'a, 'p>; 2] {
+    let exact_stores = Numerics { storage: DType::F64, ..*numerics };
+    let random = Model::new(problem, routing, numerics, Measure::Deviation);
+    let mut systematic = Model::new(problem, routing, &exact_stores, Measure::Worst);
+    systematic.arithmetic = systematic.arithmetic.underflowing_as(&random.arithmetic);
+    [random, systematic]
+}
+
 /// The truth of every result, with what a correct engine's errors are made of.
 #[derive(Clone, Debug)]
 pub struct Twin {
@@ -190,9 +207,7 @@ impl Twin {
         numerics: &Numerics,
         keep: bound::Keep<'_>,
     ) -> Result<Self> {
-        let exact_stores = Numerics { storage: DType::F64, ..*numerics };
-        let arithmetics = [(*numerics, Measure::Deviation), (exact_stores, Measure::Worst)];
-        let bound::Found { truths, radii } = bound::propagate_all(problem, routing, &arithmetics, keep)?;
+        let bound::Found { truths, radii } = bound::run(&twin_models(problem, routing, numerics), keep)?;
         let mut radii = radii.into_iter();
         let (random, mut systematic) = (radii.next().unwrap_or_default(), radii.next().unwrap_or_default());
         for (output, systematic) in &mut systematic {
@@ -246,8 +261,7 @@ impl Twin {
         if largest(&away) <= SAME * largest(&|at| errors.truth[at]) {
             return Ok(None);
         }
-        let [first, rows, columns] = errors.shape;
-        Ok(Some(errors.along(away, [0..first, 0..rows, 0..columns])))
+        Ok(Some(errors.along_all(away).bias()))
     }
 
     fn errors<'t>(&'t self, output: Output, stored: &'t Stored) -> Result<Option<Errors<'t>>> {
@@ -291,7 +305,7 @@ struct Errors<'t> {
 }
 
 /// The sums of one index of the first axis, or of several.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy, Debug, Default)]
 struct Along {
     along: f64,
     square: f64,
@@ -305,47 +319,63 @@ struct Along {
 impl Errors<'_> {
     /// The bias of a part along w, by place.
     fn along(&self, w: impl Fn(usize) -> f64 + Sync, [first, rows, columns]: [Range<usize>; 3]) -> Bias {
-        let each: Vec<Along> = first.into_par_iter().map(|i| self.along_one(&w, i, &rows, &columns)).collect();
+        let one = |i: usize| self.closed(self.of_rows(&w, i, rows.clone(), columns.clone()));
+        let each: Vec<Along> = first.into_par_iter().map(one).collect();
         let mut all = Along::default();
         // In order, whatever the number of threads.
-        for one in each {
-            all.along += one.along;
-            all.square += one.square;
-            all.systematic += one.systematic;
-            all.variance += one.variance;
-            all.open += one.open;
-        }
-        if !all.along.is_finite() {
-            return Bias { beta: f64::NAN, z: f64::INFINITY };
-        }
-        let variance = all.variance + all.open * all.open;
-        let beyond = (all.along.abs() - all.systematic).max(0.0);
-        Bias {
-            beta: if all.square == 0.0 { 0.0 } else { all.along / all.square },
-            z: if beyond == 0.0 { 0.0 } else { beyond / variance.sqrt() },
-        }
+        each.into_iter().for_each(|one| all.add(one));
+        all.bias()
     }
 
-    fn along_one(
+    /// All columns of every index along w.
+    fn along_all(&self, w: impl Fn(usize) -> f64 + Sync) -> Along {
+        /// Rows of one matrix that a task looks at.
+        const ROWS: usize = 64;
+        let [first, height, width] = self.shape;
+        let pieces = height.div_ceil(ROWS);
+        let each: Vec<(Along, Vec<f64>)> = (0..first * pieces)
+            .into_par_iter()
+            .map(|piece| {
+                let from = piece % pieces * ROWS;
+                self.of_rows(&w, piece / pieces, from..height.min(from + ROWS), 0..width)
+            })
+            .collect();
+        let mut all = Along::default();
+        for of_index in each.chunks(pieces.max(1)) {
+            let mut sums = Along::default();
+            let mut blocks = vec![0.0; self.sharing.blocks([height, width])];
+            for (of_piece, spread) in of_index {
+                sums.add(*of_piece);
+                blocks.iter_mut().zip(spread).for_each(|(block, spread)| *block += spread);
+            }
+            all.add(self.closed((sums, blocks)));
+        }
+        all
+    }
+
+    /// Some rows of one index, and Σ σ|w| by block.
+    fn of_rows(
         &self,
         w: &(impl Fn(usize) -> f64 + Sync),
         i: usize,
-        rows: &Range<usize>,
-        columns: &Range<usize>,
-    ) -> Along {
+        rows: Range<usize>,
+        columns: Range<usize>,
+    ) -> (Along, Vec<f64>) {
         let [_, height, width] = self.shape;
+        let (values, truths, deviations, systematic) =
+            (&*self.values, &*self.truth, &*self.deviation, &*self.systematic);
         let mut sums = Along::default();
         let mut blocks = vec![0.0; self.sharing.blocks([height, width])];
-        for j in rows.clone() {
+        for j in rows {
             for k in columns.clone() {
                 let at = (i * height + j) * width + k;
-                let (truth, deviation, most) = (self.truth[at], self.deviation[at], self.systematic[at]);
+                let (truth, deviation, most) = (truths[at], deviations[at], systematic[at]);
                 let within_range = truth.abs() + LIMIT * deviation + most <= self.largest;
                 let w = w(at);
                 if !within_range || w == 0.0 {
                     continue;
                 }
-                sums.along += (self.values[at] - truth) * w;
+                sums.along += (values[at] - truth) * w;
                 sums.square += w * w;
                 sums.systematic += most * w.abs();
                 let spread = deviation * w.abs();
@@ -355,10 +385,37 @@ impl Errors<'_> {
                 }
             }
         }
+        (sums, blocks)
+    }
+
+    /// The sums of one index, all of whose rows were there.
+    fn closed(&self, (mut sums, blocks): (Along, Vec<f64>)) -> Along {
         match self.sharing {
             Sharing::All => sums.open = blocks.iter().sum(),
             _ => sums.variance += blocks.iter().map(|block| block * block).sum::<f64>(),
         }
         sums
+    }
+}
+
+impl Along {
+    fn add(&mut self, other: Self) {
+        self.along += other.along;
+        self.square += other.square;
+        self.systematic += other.systematic;
+        self.variance += other.variance;
+        self.open += other.open;
+    }
+
+    fn bias(&self) -> Bias {
+        if !self.along.is_finite() {
+            return Bias { beta: f64::NAN, z: f64::INFINITY };
+        }
+        let variance = self.variance + self.open * self.open;
+        let beyond = (self.along.abs() - self.systematic).max(0.0);
+        Bias {
+            beta: if self.square == 0.0 { 0.0 } else { self.along / self.square },
+            z: if beyond == 0.0 { 0.0 } else { beyond / variance.sqrt() },
+        }
     }
 }

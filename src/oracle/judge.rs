@@ -1,16 +1,17 @@
 //! The verdict on one result: its error against the bound, element by element.
 
+mod pieces;
+
 use std::borrow::Cow;
 use std::fmt;
-use std::ops::Range;
 
 use ndarray::ArrayD;
-use rayon::prelude::*;
 
 use crate::engine::{Output, Stored};
 use crate::error::{Error, Result};
-use crate::oracle::cluster::{Cluster, Tally, axes, coordinates};
+use crate::oracle::cluster::Cluster;
 use crate::oracle::heat::HeatMap;
+pub(crate) use pieces::Judging;
 
 /// The truth of one result, and what a correct engine's error cannot exceed.
 #[derive(Clone, Debug, PartialEq)]
@@ -57,8 +58,8 @@ pub struct Judgement {
     /// and only if ε > min bound/|truth| over the judged elements with a truth other than 0. ∞ where
     /// there are none: no relative error could have failed.
     pub floor: f64,
-    /// The median bound over the root mean square of the truth, judged elements only; near 1 a zero
-    /// result would pass. NaN where the truth is 0 throughout or nothing was judged.
+    /// The median bound (of more than 2¹⁸ elements to one part in 2¹⁵) over the root mean square of the
+    /// truth, judged elements only; near 1 a zero result would pass. NaN where the truth is 0 throughout or nothing was judged.
     pub median_bound_over_rms: f64,
     /// Where the failing elements sit.
     pub clusters: Vec<Cluster>,
@@ -145,210 +146,17 @@ pub(crate) fn judge_with(
         return Err(Error::internal(format!("{output} of {shape:?} in an order of {}", axis_1.len())));
     }
 
-    let numbers = Numbers {
-        values: in_order(&stored.values),
-        truth: in_order(truth),
-        bound: in_order(bound),
-        largest: stored.dtype.largest(),
-    };
-    let places = Places { output, shape, axis_1 };
-    // Each piece is of whole indices of the first axis; a vector is one.
-    let of_first = if shape.len() < 2 { truth.len() } else { shape[1..].iter().product() }.max(1);
-    let piece = of_first * (PIECE / of_first).max(1);
-    let pieces: Vec<Range<usize>> =
-        (0..truth.len()).step_by(piece).map(|from| from..truth.len().min(from + piece)).collect();
-    let seen: Vec<Seen> = pieces.into_par_iter().map(|range| numbers.see(range, &places)).collect();
-    let mut all = places.unseen();
-    seen.into_iter().for_each(|seen| all.join(seen));
-
-    let Seen { judged, largest_error, floor, squares, worst, tally, heat } = all;
-    let rms = (squares / judged as f64).sqrt();
-    let worst = worst.map(|(ratio, _, place)| {
-        let (value, reference, bound) = (numbers.values[place], numbers.truth[place], numbers.bound[place]);
-        Worst { at: places.coordinates(place), value, reference, bound, ratio }
-    });
-    Ok(Judgement {
-        output,
-        elements: truth.len(),
-        skipped: truth.len() - judged,
-        failing: tally.failing(),
-        worst,
-        largest_error,
-        floor,
-        median_bound_over_rms: numbers.median_bound(judged) / rms,
-        clusters: tally.clusters(output),
-        heat,
-    })
-}
-
-/// Elements that are looked at in one go.
-const PIECE: usize = 1 << 18;
-
-/// Values, truth and bound in row-major order.
-struct Numbers<'n> {
-    values: Cow<'n, [f64]>,
-    truth: Cow<'n, [f64]>,
-    bound: Cow<'n, [f64]>,
-    largest: f64,
+    let mut judging = Judging::new(output, stored.dtype, shape, axis_1.map(<[usize]>::to_vec));
+    judging.look(0, &in_order(&stored.values), &in_order(truth), &in_order(bound));
+    Ok(judging.finish())
 }
 
 /// The values in row-major order, copied only where they lie otherwise.
-pub(super) fn in_order(values: &ArrayD<f64>) -> Cow<'_, [f64]> {
+pub(crate) fn in_order(values: &ArrayD<f64>) -> Cow<'_, [f64]> {
     match values.as_slice() {
         Some(values) => Cow::Borrowed(values),
         None => Cow::Owned(values.iter().copied().collect()),
     }
-}
-
-/// What the places of a result are called.
-struct Places<'p> {
-    output: Output,
-    shape: &'p [usize],
-    axis_1: Option<&'p [usize]>,
-}
-
-impl Places<'_> {
-    fn coordinates(&self, place: usize) -> Vec<usize> {
-        let mut at = coordinates(place, self.shape);
-        if let (Some(axis_1), Some(at)) = (self.axis_1, at.get_mut(1)) {
-            *at = axis_1[*at];
-        }
-        at
-    }
-
-    fn unseen(&self) -> Seen {
-        Seen {
-            judged: 0,
-            largest_error: 0.0,
-            floor: f64::INFINITY,
-            squares: 0.0,
-            worst: None,
-            tally: Tally::new(self.shape),
-            heat: map_of(self.output, self.shape),
-        }
-    }
-}
-
-/// What some elements have shown.
-struct Seen {
-    judged: usize,
-    largest_error: f64,
-    floor: f64,
-    squares: f64,
-    /// Ratio, error, place.
-    worst: Option<(f64, f64, usize)>,
-    tally: Tally,
-    heat: HeatMap,
-}
-
-impl Seen {
-    fn join(&mut self, later: Self) {
-        self.judged += later.judged;
-        self.largest_error = self.largest_error.max(later.largest_error);
-        self.floor = self.floor.min(later.floor);
-        self.squares += later.squares;
-        if let Some(worst) = later.worst {
-            self.meet(worst);
-        }
-        self.tally.join(&later.tally);
-        self.heat.join(&later.heat);
-    }
-
-    fn meet(&mut self, (ratio, error, place): (f64, f64, usize)) {
-        if self.worst.is_none_or(|(worst_ratio, worst_error, _)| (ratio, error) > (worst_ratio, worst_error)) {
-            self.worst = Some((ratio, error, place));
-        }
-    }
-}
-
-impl Numbers<'_> {
-    /// Judges a range of whole lines along the last axis.
-    fn see(&self, range: Range<usize>, places: &Places<'_>) -> Seen {
-        let mut seen = places.unseen();
-        let width = places.shape.last().copied().unwrap_or(1).max(1);
-        let named = |column: usize| match places.axis_1 {
-            Some(axis_1) if places.shape.len() == 2 => axis_1[column],
-            _ => column,
-        };
-        let bins: Vec<usize> = (0..width).map(|column| seen.heat.bin(1, named(column))).collect();
-        // The first index of a line is its number over the lines in one.
-        let lines_of_first = match places.shape {
-            [_, middle @ .., _] => middle.iter().product::<usize>().max(1),
-            _ => 1,
-        };
-        for line in range.step_by(width) {
-            // A vector is one line.
-            let first = if places.shape.len() < 2 { 0 } else { line / width / lines_of_first };
-            let bin = seen.heat.bin(0, first);
-            for (column, &column_bin) in bins.iter().enumerate() {
-                let place = line + column;
-                let (truth, bound) = (self.truth[place], self.bound[place]);
-                let Some((error, ratio)) = compare(self.values[place], truth, bound, self.largest) else { continue };
-                seen.judged += 1;
-                seen.squares += truth * truth;
-                if truth != 0.0 {
-                    seen.floor = seen.floor.min(bound / truth.abs());
-                }
-                seen.heat.raise([bin, column_bin], ratio);
-                seen.largest_error = seen.largest_error.max(error);
-                seen.meet((ratio, error, place));
-                if error > bound {
-                    seen.tally.fail(&places.coordinates(place));
-                }
-            }
-        }
-        seen
-    }
-
-    /// The upper median bound of the `judged` elements; NaN of nothing.
-    ///
-    /// Bounds are ≥ 0, so their bits are in their order: counting by the leading bits finds the few among
-    /// which the median is, without a copy of all.
-    fn median_bound(&self, judged: usize) -> f64 {
-        const BINS: usize = 1 << 15;
-        let bin = |bound: f64| (bound.to_bits() >> 48) as usize % BINS;
-        let judged_in = |range: Range<usize>| {
-            let numbers = self.truth[range.clone()].iter().zip(&self.bound[range]);
-            numbers.filter(|(truth, bound)| truth.abs() + **bound <= self.largest).map(|(_, bound)| bound.abs())
-        };
-        let len = self.bound.len();
-        let mut before = judged / 2;
-        let candidates: Vec<f64> = if len <= PIECE {
-            judged_in(0..len).collect()
-        } else {
-            let starts: Vec<usize> = (0..len).step_by(16 * PIECE).collect();
-            let range = |from: usize| from..len.min(from + 16 * PIECE);
-            let counts = starts
-                .par_iter()
-                .map(|&from| {
-                    let mut counts = vec![0usize; BINS];
-                    judged_in(range(from)).for_each(|bound| counts[bin(bound)] += 1);
-                    counts
-                })
-                .reduce(
-                    || vec![0; BINS],
-                    |mut all, counts| {
-                        all.iter_mut().zip(counts).for_each(|(all, count)| *all += count);
-                        all
-                    },
-                );
-            let mut at = 0;
-            while at < BINS - 1 && before >= counts[at] {
-                before -= counts[at];
-                at += 1;
-            }
-            starts.par_iter().flat_map_iter(|&from| judged_in(range(from)).filter(|&bound| bin(bound) == at)).collect()
-        };
-        upper(candidates, before)
-    }
-}
-
-/// The value with `before` others before it in order; NaN where there are not so many.
-fn upper(mut values: Vec<f64>, before: usize) -> f64 {
-    if before >= values.len() {
-        return f64::NAN;
-    }
-    *values.select_nth_unstable_by(before, f64::total_cmp).1
 }
 
 /// |value − truth| and its ratio to the bound; none if the truth may lie beyond `largest`.
@@ -360,19 +168,10 @@ pub(crate) fn compare(value: f64, truth: f64, bound: f64, largest: f64) -> Optio
     })
 }
 
-/// An empty map over the first axis and the last; a vector is one row.
-fn map_of(output: Output, shape: &[usize]) -> HeatMap {
-    match (axes(output), shape) {
-        ([first, .., last], [rows, .., columns]) => HeatMap::new([*first, *last], [*rows, *columns]),
-        ([only, ..], _) => HeatMap::new(["", *only], [1, shape.iter().product()]),
-        ([], _) => HeatMap::new(["", ""], [1, shape.iter().product()]),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ndarray::{Array1, Array2, arr1};
+    use ndarray::{Array2, arr1};
 
     fn judged(values: &[f32], truth: &[f64], bound: &[f64]) -> Judgement {
         let bounded = Bounded { truth: arr1(truth).into_dyn(), bound: arr1(bound).into_dyn() };
@@ -422,14 +221,23 @@ mod tests {
     }
 
     #[test]
-    fn the_median_of_many_bounds_is_that_of_all_in_order() {
-        let count = 2 * PIECE + 7;
-        let bound = ArrayD::from_shape_fn(vec![count], |at| ((at[0] * 7919) % count) as f64 * 1e-7);
-        let bounded = Bounded { truth: ArrayD::ones(vec![count]), bound };
-        let stored = Stored::of(&Array1::<f64>::ones(count));
-        let judgement = judge(Output::Ds, &stored, &bounded).unwrap();
-        assert_eq!(judgement.median_bound_over_rms, (count / 2) as f64 * 1e-7);
-        assert_eq!((judgement.judged(), judgement.failing), (count, 0));
+    fn pieces_come_to_what_the_whole_comes_to() {
+        let shape = [3, 4, 5];
+        let number = |factor: f64| {
+            ArrayD::from_shape_fn(shape.to_vec(), move |at| libm::sin(factor * (at[0] * 20 + at[1] * 5 + at[2]) as f64))
+        };
+        let (truth, bound) = (number(0.37), number(0.11).mapv(|bound| 0.3 + bound.abs()));
+        let stored = Stored::of(&(&truth + &number(0.73)));
+        let whole = judge(Output::Dw1, &stored, &Bounded { truth: truth.clone(), bound: bound.clone() }).unwrap();
+        let mut judging = Judging::new(Output::Dw1, stored.dtype, &shape, None);
+        let [values, truth, bound] = [&stored.values, &truth, &bound].map(in_order);
+        for range in [0..20, 20..25, 25..60] {
+            judging.look(range.start, &values[range.clone()], &truth[range.clone()], &bound[range]);
+        }
+        let pieces = judging.finish();
+        assert!(whole.failing > 0 && (whole.median_bound_over_rms - pieces.median_bound_over_rms).abs() < 1e-12);
+        let median_bound_over_rms = whole.median_bound_over_rms;
+        assert_eq!(Judgement { median_bound_over_rms, ..pieces }, whole);
     }
 
     #[test]

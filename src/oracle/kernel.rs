@@ -5,11 +5,11 @@
 //! kernel that made it. a is judged from x and w1 under the fused model, because its kernel takes it
 //! from the accumulator and not from the stored h.
 
-use ndarray::{Array, ArrayD, Dimension};
+use ndarray::{Dimension, Ix2};
 
 use super::bound::ball::{Ball, Measure};
 use super::bound::matrix::{Balls, Balls1, Balls2};
-use super::bound::{Model, add_router_part, check_routing, eager, fused, router};
+use super::bound::{Keep, Model, add_router_part, check_routing, eager, fused, router};
 use super::judge::Bounded;
 use crate::engine::{Numerics, Output, Results, RoundingModel};
 use crate::error::{Error, Result};
@@ -55,10 +55,27 @@ pub fn kernels(
     results: &Results,
     numerics: &Numerics,
 ) -> Result<Vec<KernelBound>> {
+    let mut list = Vec::new();
+    each(problem, routing, results, numerics, &|_| true, &mut |bound| {
+        list.push(bound);
+        Ok(())
+    })?;
+    Ok(list)
+}
+
+/// The same of the results that `wanted` names, one after the other: together they may be large.
+pub(crate) fn each(
+    problem: &Problem<'_, f64>,
+    routing: &Routing,
+    results: &Results,
+    numerics: &Numerics,
+    wanted: Keep<'_>,
+    judge: &mut dyn FnMut(KernelBound) -> Result<()>,
+) -> Result<()> {
     check_routing(problem, routing)?;
     let model = Model::new(problem, routing, numerics, Measure::Worst);
     let read = Recorded::read(problem, routing, results)?;
-    let mut bounds = Bounds { results, list: Vec::new() };
+    let mut bounds = Bounds { results, wanted, judge, outcome: Ok(()) };
     match numerics.rounding {
         RoundingModel::Fused => fused_kernels(&model, &read, &mut bounds),
         RoundingModel::Eager => eager_steps(&model, &read, &mut bounds),
@@ -67,37 +84,33 @@ pub fn kernels(
     if let Gating::Router(of_layer) = problem.gating() {
         router_kernels(&model, of_layer, &read, &mut bounds);
     }
-    Ok(bounds.list)
+    bounds.outcome
 }
 
-/// The bounds so far; only of results that are there to be judged.
+/// Judges the results that are there and wanted.
 struct Bounds<'r> {
     results: &'r Results,
-    list: Vec<KernelBound>,
+    wanted: Keep<'r>,
+    judge: &'r mut dyn FnMut(KernelBound) -> Result<()>,
+    outcome: Result<()>,
 }
 
 impl Bounds<'_> {
     fn wants(&self, outputs: &[Output]) -> bool {
-        outputs.iter().any(|output| self.results.contains_key(output))
+        self.outcome.is_ok()
+            && outputs.iter().any(|&output| self.results.contains_key(&output) && (self.wanted)(output))
     }
 
     fn push<D: Dimension>(&mut self, kernel: &'static str, output: Output, balls: Balls<D>) {
-        if self.results.contains_key(&output) {
-            self.list.push(KernelBound { kernel, output, bounded: balls.bounded() });
+        if self.wants(&[output]) {
+            self.outcome = (self.judge)(KernelBound { kernel, output, bounded: balls.bounded() });
         }
     }
 }
 
 /// What the kernels read from each other, as stored.
-struct Recorded {
-    h: Option<Balls2>,
-    a: Option<Balls2>,
-    y: Option<Balls2>,
-    dh: Option<Balls2>,
-    a_prime: Option<Balls2>,
-    dx_expanded: Option<Balls2>,
-    logits: Option<Balls2>,
-    dlogits: Option<Balls2>,
+struct Recorded<'r> {
+    results: &'r Results,
     /// By pair.
     scores: Option<Vec<Ball>>,
     /// By row.
@@ -106,45 +119,46 @@ struct Recorded {
     ds: Option<Vec<Ball>>,
 }
 
-impl Recorded {
-    fn read(problem: &Problem<'_, f64>, routing: &Routing, results: &Results) -> Result<Self> {
+impl<'r> Recorded<'r> {
+    fn read(problem: &Problem<'_, f64>, routing: &Routing, results: &'r Results) -> Result<Self> {
         let (r, t, d, n, e) = (routing.routed(), problem.t(), problem.d(), problem.n(), problem.e());
-        let matrix = |output, rows, columns| -> Result<Option<Balls2>> {
-            Ok(stored(results, output, [rows, columns])?.map(Balls::exact))
+        let width = problem.h_width();
+        let matrices = [
+            (Output::H, [r, width]),
+            (Output::A, [r, n]),
+            (Output::Y, [r, d]),
+            (Output::Dh, [r, width]),
+            (Output::APrime, [r, n]),
+            (Output::DxExpanded, [r, d]),
+            (Output::Logits, [t, e]),
+            (Output::Dlogits, [t, e]),
+        ];
+        let fits = |output: Output, shape: &[usize]| match results.get(&output) {
+            Some(stored) if stored.values.shape() != shape => {
+                Err(Error::shape(output.name(), shape, stored.values.shape(), "the sizes of the problem"))
+            }
+            _ => Ok(()),
         };
-        let by_pair = |output| -> Result<Option<Vec<Ball>>> {
-            let values = stored(results, output, [r])?;
-            Ok(values.map(|values| values.iter().copied().map(Ball::exact).collect()))
+        for (output, shape) in matrices {
+            fits(output, &shape)?;
+        }
+        let by_pair = |output: Output| -> Result<Option<Vec<Ball>>> {
+            fits(output, &[r])?;
+            let stored = results.get(&output);
+            Ok(stored.map(|stored| stored.values.iter().copied().map(Ball::exact).collect()))
         };
         let scores = match problem.gating() {
             Gating::Router(_) => by_pair(Output::Scores)?,
             Gating::Given { scores, .. } => Some(scores.iter().copied().map(Ball::exact).collect()),
         };
-        Ok(Self {
-            h: matrix(Output::H, r, problem.h_width())?,
-            a: matrix(Output::A, r, n)?,
-            y: matrix(Output::Y, r, d)?,
-            dh: matrix(Output::Dh, r, problem.h_width())?,
-            a_prime: matrix(Output::APrime, r, n)?,
-            dx_expanded: matrix(Output::DxExpanded, r, d)?,
-            logits: matrix(Output::Logits, t, e)?,
-            dlogits: matrix(Output::Dlogits, t, e)?,
-            score_of_row: scores.as_ref().map(|scores| routing.to_rows(scores)),
-            scores,
-            ds: by_pair(Output::Ds)?,
-        })
+        let score_of_row = scores.as_ref().map(|scores| routing.to_rows(scores));
+        Ok(Self { results, scores, score_of_row, ds: by_pair(Output::Ds)? })
     }
-}
 
-fn stored<Sh, D: Dimension>(results: &Results, output: Output, shape: Sh) -> Result<Option<Array<f64, D>>>
-where
-    Sh: AsRef<[usize]> + ndarray::IntoDimension<Dim = D>,
-{
-    let Some(stored) = results.get(&output) else { return Ok(None) };
-    let fits = |values: &ArrayD<f64>| values.shape() == shape.as_ref();
-    match stored.values.clone().into_dimensionality::<D>() {
-        Ok(values) if fits(&stored.values) => Ok(Some(values)),
-        _ => Err(Error::shape(output.name(), shape.as_ref(), stored.values.shape(), "the sizes of the problem")),
+    /// A matrix, if it is there: it is copied for the kernel that reads it, and gone after.
+    fn matrix(&self, output: Output) -> Option<Balls2> {
+        let stored = self.results.get(&output)?;
+        Some(Balls::exact(stored.values.view().into_dimensionality::<Ix2>().ok()?.to_owned()))
     }
 }
 
@@ -160,23 +174,31 @@ const BIAS_GRADIENTS: &str = "bias gradients";
 const ROUTER: &str = "router";
 
 /// Kernels 1 to 5 and db2, as they round when fused.
-fn fused_kernels(model: &Model<'_, '_>, read: &Recorded, bounds: &mut Bounds<'_>) {
+fn fused_kernels(model: &Model<'_, '_>, read: &Recorded<'_>, bounds: &mut Bounds<'_>) {
     if bounds.wants(&[Output::H, Output::A]) {
         let [h, a] = fused::up_forward(model);
         bounds.push(UP_FORWARD, Output::H, h);
         bounds.push(UP_FORWARD, Output::A, a);
     }
-    if let (Some(a), true) = (&read.a, bounds.wants(&[Output::Y])) {
+    if bounds.wants(&[Output::Y])
+        && let Some(a) = &read.matrix(Output::A)
+    {
         bounds.push(DOWN_FORWARD, Output::Y, fused::down_forward(model, a));
     }
-    if let Some(a_prime) = &read.a_prime {
+    if bounds.wants(&[Output::Dw2])
+        && let Some(a_prime) = &read.matrix(Output::APrime)
+    {
         bounds.push(DOWN_BACKWARD_WEIGHT, Output::Dw2, fused::down_backward_weight(model, a_prime));
     }
     let Some(scores) = &read.score_of_row else { return };
-    if let Some(y) = &read.y {
+    if bounds.wants(&[Output::O])
+        && let Some(y) = &read.matrix(Output::Y)
+    {
         bounds.push(COMBINE, Output::O, fused::combine(model, y, scores));
     }
-    if let (Some(h), true) = (&read.h, bounds.wants(&[Output::Dh, Output::APrime, Output::Ds])) {
+    if bounds.wants(&[Output::Dh, Output::APrime, Output::Ds])
+        && let Some(h) = &read.matrix(Output::H)
+    {
         let fused::DownBackward { dh, a_prime, ds } = fused::down_backward_activation(model, h, scores);
         bounds.push(DOWN_BACKWARD_ACTIVATION, Output::Dh, dh);
         bounds.push(DOWN_BACKWARD_ACTIVATION, Output::APrime, a_prime);
@@ -188,26 +210,36 @@ fn fused_kernels(model: &Model<'_, '_>, read: &Recorded, bounds: &mut Bounds<'_>
 }
 
 /// The same steps, op by op.
-fn eager_steps(model: &Model<'_, '_>, read: &Recorded, bounds: &mut Bounds<'_>) {
+fn eager_steps(model: &Model<'_, '_>, read: &Recorded<'_>, bounds: &mut Bounds<'_>) {
     if bounds.wants(&[Output::H]) {
         bounds.push(UP_FORWARD, Output::H, eager::up_forward(model));
     }
-    if let (Some(h), true) = (&read.h, bounds.wants(&[Output::A])) {
+    if bounds.wants(&[Output::A])
+        && let Some(h) = &read.matrix(Output::H)
+    {
         bounds.push(UP_FORWARD, Output::A, eager::activate(model, h));
     }
-    if let (Some(a), true) = (&read.a, bounds.wants(&[Output::Y])) {
+    if bounds.wants(&[Output::Y])
+        && let Some(a) = &read.matrix(Output::A)
+    {
         bounds.push(DOWN_FORWARD, Output::Y, eager::down_forward(model, a));
     }
     let Some(scores) = &read.score_of_row else { return };
-    if let Some(y) = &read.y {
+    if bounds.wants(&[Output::O])
+        && let Some(y) = &read.matrix(Output::Y)
+    {
         bounds.push(COMBINE, Output::O, eager::combine(model, y, scores));
     }
-    if let (Some(h), Some(y)) = (&read.h, &read.y) {
+    if bounds.wants(&[Output::Dh, Output::Ds])
+        && let (Some(h), Some(y)) = (&read.matrix(Output::H), &read.matrix(Output::Y))
+    {
         let eager::DownBackward { dh, ds } = eager::down_backward_activation(model, h, y, scores);
         bounds.push(DOWN_BACKWARD_ACTIVATION, Output::Dh, dh);
         bounds.push(DOWN_BACKWARD_ACTIVATION, Output::Ds, Balls1::from_balls(model.routing.to_pairs(&ds)));
     }
-    if let Some(a) = &read.a {
+    if bounds.wants(&[Output::Dw2])
+        && let Some(a) = &read.matrix(Output::A)
+    {
         bounds.push(DOWN_BACKWARD_WEIGHT, Output::Dw2, eager::down_backward_weight(model, a, scores));
     }
     if bounds.wants(&[Output::Db2]) {
@@ -216,17 +248,24 @@ fn eager_steps(model: &Model<'_, '_>, read: &Recorded, bounds: &mut Bounds<'_>) 
 }
 
 /// Kernels 6 and 7 and db1, which round the same way in both models, and kernel 8.
-fn shared_kernels(model: &Model<'_, '_>, read: &Recorded, bounds: &mut Bounds<'_>) {
-    if let Some(dh) = &read.dh {
+fn shared_kernels(model: &Model<'_, '_>, read: &Recorded<'_>, bounds: &mut Bounds<'_>) {
+    if bounds.wants(&[Output::DxExpanded, Output::Dw1, Output::Db1])
+        && let Some(dh) = &read.matrix(Output::Dh)
+    {
         if bounds.wants(&[Output::DxExpanded]) {
             bounds.push(UP_BACKWARD_ACTIVATION, Output::DxExpanded, fused::up_backward_activation(model, dh));
         }
-        bounds.push(UP_BACKWARD_WEIGHT, Output::Dw1, fused::up_backward_weight(model, dh));
+        if bounds.wants(&[Output::Dw1]) {
+            bounds.push(UP_BACKWARD_WEIGHT, Output::Dw1, fused::up_backward_weight(model, dh));
+        }
         if bounds.wants(&[Output::Db1]) {
             bounds.push(BIAS_GRADIENTS, Output::Db1, fused::b1_gradient(model, dh));
         }
     }
-    let Some(dx_expanded) = &read.dx_expanded else { return };
+    if !bounds.wants(&[Output::Dx]) {
+        return;
+    }
+    let Some(dx_expanded) = &read.matrix(Output::DxExpanded) else { return };
     let of_experts = match model.rounding {
         RoundingModel::Fused => fused::combine_gradient(model, dx_expanded),
         RoundingModel::Eager => eager::combine_gradient(model, dx_expanded),
@@ -234,7 +273,7 @@ fn shared_kernels(model: &Model<'_, '_>, read: &Recorded, bounds: &mut Bounds<'_
     match model.problem.gating() {
         Gating::Given { .. } => bounds.push(COMBINE_GRADIENT, Output::Dx, of_experts),
         Gating::Router(of_layer) => {
-            if let Some(dlogits) = &read.dlogits {
+            if let Some(dlogits) = &read.matrix(Output::Dlogits) {
                 let of_router = router::dx(model, of_layer, dlogits);
                 bounds.push(COMBINE_GRADIENT, Output::Dx, add_router_part(model, of_experts, &of_router));
             }
@@ -245,17 +284,17 @@ fn shared_kernels(model: &Model<'_, '_>, read: &Recorded, bounds: &mut Bounds<'_
 fn router_kernels(
     model: &Model<'_, '_>,
     of_layer: &crate::problem::Router<'_, f64>,
-    read: &Recorded,
+    read: &Recorded<'_>,
     bounds: &mut Bounds<'_>,
 ) {
     bounds.push(ROUTER, Output::Logits, router::logits(model, of_layer));
-    if let Some(logits) = &read.logits {
+    if let Some(logits) = &read.matrix(Output::Logits) {
         bounds.push(ROUTER, Output::Scores, Balls1::from_balls(router::scores(model, of_layer, logits)));
         if let (Some(scores), Some(ds)) = (&read.scores, &read.ds) {
             bounds.push(ROUTER, Output::Dlogits, router::dlogits(model, of_layer, logits, scores, ds));
         }
     }
-    if let Some(dlogits) = &read.dlogits {
+    if let Some(dlogits) = &read.matrix(Output::Dlogits) {
         bounds.push(ROUTER, Output::DrouterW, router::w_gradient(model, dlogits));
         bounds.push(ROUTER, Output::DrouterB, router::b_gradient(model, dlogits));
     }

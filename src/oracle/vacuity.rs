@@ -12,20 +12,21 @@
 //! Results are drawn at unit scale for this reason: at 0.02, as SonicMoE's own tests have it, SwiGLU is
 //! so nearly bilinear that a swapped gate stays within every elementwise bound.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use ndarray::{ArrayD, Axis, Slice, concatenate};
 
-use super::judge::{Bounded, compare};
-use super::{Verdict, bound};
+use super::bound::ball::Measure;
+use super::bound::{self, Model};
+use super::impostors::{CONSTANT, FLIPPED, Impostors, Piece, ZEROS};
+use super::judge::{Bounded, in_order};
+use super::verdict::Verdict;
 use crate::element::DType;
 use crate::engine::{Numerics, Output, Stored};
 use crate::error::{Error, Result};
-use crate::problem::{Biases, Gating, Problem};
+use crate::problem::Problem;
 use crate::routing::Routing;
-
-/// An impostor nearer to the truth than this, relative to the largest number, is the truth.
-const SAME: f64 = 1e-9;
 
 /// A wrong result, and what it is.
 pub type Impostor<'a> = (&'static str, &'a ArrayD<f64>);
@@ -60,43 +61,30 @@ pub fn passing(
         let (truth, bound) = (truth.shape(), bounded.bound.shape());
         return Err(Error::internal(format!("{output}: truth of {truth:?}, bound of {bound:?}")));
     }
-    let rms = (truth.iter().map(|value| value * value).sum::<f64>() / truth.len() as f64).sqrt();
-    let constant = if rms > 0.0 { rms } else { 1.0 };
-    let scale = truth.fold(0.0f64, |largest, value| largest.max(value.abs()));
+    let others: Vec<(&'static str, Cow<'_, [f64]>)> = others
+        .iter()
+        .filter(|(_, values)| values.shape() == truth.shape())
+        .map(|(name, values)| (*name, in_order(values)))
+        .collect();
+    let others: Vec<(&'static str, &[f64])> = others.iter().map(|(name, values)| (*name, &**values)).collect();
+    let (in_rows, bound) = (in_order(truth), in_order(&bounded.bound));
+    let mut impostors = Impostors::new(dtype, truth.shape());
+    impostors.look(&Piece { truth: &in_rows, bound: &bound, twin: None, others: &others });
+    let constant = impostors.constant.unwrap_or(1.0);
     let mut passing = Vec::new();
-    let mut attempt = |name: &'static str, values: &mut dyn Iterator<Item = f64>, again: &dyn Fn() -> ArrayD<f64>| {
-        if !within(dtype, bounded, values, scale) {
-            return Ok(());
-        }
-        let stored = Stored { dtype, values: again().mapv_into(|value| dtype.round(value)) };
-        if other_oracles(&stored)? {
+    for name in impostors.finish() {
+        let values = match others.iter().find(|(other, _)| *other == name) {
+            Some((_, values)) => ArrayD::from_shape_vec(truth.raw_dim(), values.to_vec()).unwrap_or_default(),
+            None if name == ZEROS => ArrayD::zeros(truth.raw_dim()),
+            None if name == CONSTANT => ArrayD::from_elem(truth.raw_dim(), constant),
+            None if name == FLIPPED => truth.mapv(|value| -value),
+            None => shifted_by_one(truth),
+        };
+        if other_oracles(&Stored { dtype, values: values.mapv_into(|value| dtype.round(value)) })? {
             passing.push(name);
         }
-        Ok::<(), Error>(())
-    };
-    attempt("zeros", &mut std::iter::repeat(0.0), &|| ArrayD::zeros(truth.shape()))?;
-    attempt("a constant", &mut std::iter::repeat(constant), &|| ArrayD::from_elem(truth.shape(), constant))?;
-    attempt("the sign flipped", &mut truth.iter().map(|value| -value), &|| truth.mapv(|value| -value))?;
-    if truth.ndim() > 0 && truth.len_of(Axis(0)) > 1 {
-        let row = truth.len() / truth.len_of(Axis(0));
-        let mut shifted = truth.iter().skip(row).chain(truth.iter().take(row)).copied();
-        attempt("rows shifted by one", &mut shifted, &|| shifted_by_one(truth))?;
-    }
-    for (name, values) in others.iter().filter(|(_, values)| values.shape() == truth.shape()) {
-        attempt(name, &mut values.iter().copied(), &|| (*values).clone())?;
     }
     Ok(passing)
-}
-
-/// Whether these values, once stored, are within the bound throughout, and not the truth. Most impostors
-/// fail within a few elements.
-fn within(dtype: DType, bounded: &Bounded, values: &mut dyn Iterator<Item = f64>, scale: f64) -> bool {
-    let mut differs = false;
-    let within = values.zip(&bounded.truth).zip(&bounded.bound).all(|((value, &truth), &bound)| {
-        differs |= (value - truth).abs() > SAME * scale;
-        compare(dtype.round(value), truth, bound, dtype.largest()).is_none_or(|(error, _)| error <= bound)
-    });
-    within && differs
 }
 
 /// Vacuous if an impostor passes, else a pass.
@@ -111,7 +99,7 @@ fn shifted_by_one(truth: &ArrayD<f64>) -> ArrayD<f64> {
 }
 
 /// What an engine computes that takes gate rows for up rows and the other way round: results of the
-/// layer in the order of the file's rows. Empty without a gate.
+/// layer, rows of gate and up where the right layer has them. Empty without a gate.
 ///
 /// `shared` is the layer beside it, if there is one, as [`bound::layer_beside`] takes it; without it only
 /// what `keep` names is computed.
@@ -128,39 +116,16 @@ pub fn gate_and_up_swapped(
     if !problem.activation().gated() {
         return Ok(BTreeMap::new());
     }
-    let order = swapped_order(problem);
-    let swapped = with_halves_swapped(problem)?;
-    let truths = match shared {
-        None => bound::truth_of(&swapped, routing, numerics, keep)?,
-        Some(shared) => {
-            let bounds = bound::layer_beside(&swapped, &with_halves_swapped(shared)?, routing, numerics)?;
-            bounds.into_iter().map(|(output, Bounded { truth, .. })| (output, truth)).collect()
+    match shared {
+        None => {
+            let model = Model::new(problem, routing, numerics, Measure::Midpoint).taking_gate_for_up();
+            Ok(bound::run(&[model], keep)?.truths)
         }
-    };
-    let results = truths.into_iter().map(|(output, truth)| match output {
-        Output::DsharedGate => (Output::DsharedUp, truth),
-        Output::DsharedUp => (Output::DsharedGate, truth),
-        Output::Dw1 | Output::Db1 | Output::H | Output::Dh => (output, truth.select(Axis(1), &order)),
-        _ => (output, truth),
-    });
-    Ok(results.collect())
-}
-
-fn swapped_order(problem: &Problem<'_, f64>) -> Vec<usize> {
-    (0..problem.h_width()).map(|row| row ^ 1).collect()
-}
-
-fn with_halves_swapped<'p>(problem: &'p Problem<'_, f64>) -> Result<Problem<'p, f64>> {
-    let order = swapped_order(problem);
-    Problem::new(
-        problem.x(),
-        problem.w1().select(Axis(1), &order),
-        problem.w2(),
-        problem.b1().zip(problem.b2()).map(|(b1, b2)| Biases { b1: b1.select(Axis(1), &order).into(), b2: b2.into() }),
-        Gating::borrowed(problem.gating()),
-        problem.activation(),
-        problem.dout(),
-    )
+        Some(shared) => {
+            let bounds = bound::swapped_beside(problem, shared, routing, numerics)?;
+            Ok(bounds.into_iter().map(|(output, Bounded { truth, .. })| (output, truth)).collect())
+        }
+    }
 }
 
 #[cfg(test)]

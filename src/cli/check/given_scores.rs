@@ -7,20 +7,19 @@
 
 use super::trial::Judged;
 use crate::dump::Dump;
-use crate::engine::{Numerics, Output};
+use crate::engine::Output;
 use crate::error::{Error, Result};
-use crate::oracle::bias::Twin;
 use crate::problem::{Biases, Gating, Problem};
 use crate::routing::Routing;
 
 /// What the experts compute by themselves; dx has the router's part too, and ds belongs to it.
 const OF_EXPERTS: [Output; 5] = [Output::O, Output::Dw1, Output::Dw2, Output::Db1, Output::Db2];
 
-/// The twin of the experts' results by the file's scores; none without a router, and none without them.
+/// The experts as a layer that the file's scores are given to; none without a router, and none without them.
 ///
 /// # Errors
 /// Scores that are not one for each pair.
-pub(super) fn twin(dump: &Dump, routing: &Routing, numerics: &Numerics) -> Result<Option<Twin>> {
+pub(super) fn experts<'d>(dump: &'d Dump, routing: &Routing) -> Result<Option<Problem<'d, f64>>> {
     let whole = &dump.problem;
     let (Gating::Router(_), Some(scores), None) = (whole.gating(), dump.results.get(&Output::Scores), &dump.shared)
     else {
@@ -38,7 +37,7 @@ pub(super) fn twin(dump: &Dump, routing: &Routing, numerics: &Numerics) -> Resul
         whole.activation(),
         whole.dout(),
     )?;
-    Twin::new(&experts, routing, numerics).map(Some)
+    Ok(Some(experts))
 }
 
 /// Whether it speaks of this result.

@@ -2,18 +2,17 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use ndarray::ArrayD;
-
 use super::given_scores;
+use super::sweep::{Found, Limit, Sweep};
 use crate::dump::{Chosen, Dump, Model};
 use crate::element::DType;
-use crate::engine::{Numerics, Output, Stored};
+use crate::engine::{Numerics, Output};
 use crate::error::Result;
-use crate::oracle::bias::Twin;
-use crate::oracle::judge::{compare, judge_with};
-use crate::oracle::{Bounded, HeatMap, Judgement, Verdict, dependence, judge, kernel, vacuity};
+use crate::oracle::judge::judge_with;
+use crate::oracle::kernel::{self, KernelBound};
+use crate::oracle::{Judgement, Verdict, dependence};
+use crate::problem::Problem;
 use crate::report::number;
-use crate::routing::Routing;
 
 /// One result, judged; coordinates are those of the file.
 #[derive(Debug)]
@@ -60,40 +59,62 @@ pub(super) struct Trial {
     pub unjudged: Vec<Output>,
     /// Why no statistics judge, if none do.
     pub dependent: Option<String>,
-    /// The layer's truths and bounds, until impostors have tried to pass.
-    bounds: BTreeMap<Output, Bounded>,
 }
 
 impl Trial {
     /// Judges every result that `wanted` names: against the whole layer, and where the file has
-    /// what a kernel read, against that kernel alone.
+    /// what a kernel read, against that kernel alone. Where all are within their bounds, it looks for bias in
+    /// each result of the layer, and lets wrong results try to pass in its place.
+    ///
+    /// Bias is a statistic: it judges only where the inputs repeat nothing.
     pub fn run(dump: &Dump, model: Model, wanted: impl Fn(Output) -> bool + Sync) -> Result<Self> {
         let numerics = dump.numerics(model);
         let chosen = dump.choose(&numerics)?;
         let counts = dump.check_counts(&chosen)?;
-        let asked = |output: Output| wanted(output) && dump.results.contains_key(&output);
-        let bounds = dump.bounds_of(&chosen.routing, &numerics, &asked)?;
+        let is_asked = |output: &Output| wanted(*output) && dump.results.contains_key(output);
+        let asked = Output::RESULTS.into_iter().chain(Output::INTERMEDIATES).filter(is_asked);
+        let outputs: BTreeSet<Output> = asked.clone().collect();
+        let dependent = match &dump.shared {
+            None => dependence::repetition(&dump.problem).map(|what| format!("{what}, so errors are not independent")),
+            Some(_) => Some("the statistics of the routed experts leave out a shared expert's part of o and dx".into()),
+        };
+        let twin = dependent.is_none().then(|| (&dump.problem, loosest(dump, &numerics)));
+        let sweep = Sweep { dump, routing: &chosen.routing, outputs: &outputs, numerics, limit: Limit::Bound, twin };
+        let mut found = sweep.run()?;
         let mut judged = Vec::new();
         let mut unjudged = Vec::new();
-        for output in Output::RESULTS.into_iter().chain(Output::INTERMEDIATES).filter(|output| wanted(*output)) {
-            let Some(stored) = dump.results.get(&output) else { continue };
-            match bounds.get(&output) {
-                Some(bounded) => judged.push(judge_in_file(dump, &chosen.routing, None, output, stored, bounded)?),
+        for output in asked {
+            match found.remove(&output) {
+                Some(found) => judged.push(Judged::of(dump, None, found)),
                 None => unjudged.push(output),
             }
         }
         if reads_intermediates(dump) {
-            for kernel::KernelBound { kernel, output, bounded } in
-                kernel::kernels(&dump.problem, &chosen.routing, &dump.results, &numerics)?
-            {
-                // With a shared expert o and dx hold more than the last kernel's sum.
-                let of_kernel = dump.shared.is_none() || !matches!(output, Output::O | Output::Dx);
-                if let (true, Some(stored)) = (of_kernel && wanted(output), dump.results.get(&output)) {
-                    judged.push(judge_in_file(dump, &chosen.routing, Some(kernel), output, stored, &bounded)?);
-                }
+            // With a shared expert o and dx hold more than the last kernel's sum.
+            let of_kernel = |output: Output| dump.shared.is_none() || !matches!(output, Output::O | Output::Dx);
+            let wanted = |output: Output| outputs.contains(&output) && of_kernel(output);
+            kernel::each(&dump.problem, &chosen.routing, &dump.results, &numerics, &wanted, &mut |bound| {
+                let KernelBound { kernel, output, bounded } = bound;
+                let judgement =
+                    judge_with(output, &dump.results[&output], &bounded, dump.file_order(output).as_deref())?;
+                judged.push(Judged::of(
+                    dump,
+                    Some(kernel),
+                    Found { judgement, biased: Vec::new(), impostors: Vec::new() },
+                ));
+                Ok(())
+            })?;
+        }
+        let mut trial = Self { model, numerics, chosen, counts, judged, unjudged, dependent };
+        if !trial.passes() {
+            // What is beyond its bound needs no statistics, and the rest of the file is not judged by them either.
+            trial.dependent = None;
+            for judged in &mut trial.judged {
+                judged.biased.clear();
+                judged.impostors.clear();
             }
         }
-        Ok(Self { model, numerics, chosen, counts, judged, unjudged, dependent: None, bounds })
+        Ok(trial)
     }
 
     /// Whether every result is within its bound.
@@ -123,96 +144,83 @@ impl Trial {
         text
     }
 
-    /// Looks for bias in each result of the layer, and lets wrong results try to pass in its place.
+    /// Looks again at the results in whose place a wrong one passes.
     ///
-    /// Bias is a statistic: it judges only where the inputs repeat nothing, and by the arithmetic of the
-    /// last model that the file may have, because roundings of a looser model look like bias to a
-    /// tighter one.
-    ///
-    /// Where that lets a wrong result pass behind a router, the experts are judged again by the file's own
-    /// scores, if it has them ([`given_scores`]).
+    /// Behind a router the experts are judged by the file's own scores, if it has them ([`given_scores`]).
     ///
     /// A wrong result that is within the bound still fails where the result itself is within the bound's
     /// statistical twin and the wrong one is not. The twin holds for random data only, so a result beyond it
     /// is no failure; but then nothing shows that the check could have failed.
-    pub fn try_impostors(&mut self, dump: &Dump) -> Result<()> {
-        let bounds = std::mem::take(&mut self.bounds);
-        let (problem, shared, routing) = (&dump.problem, dump.shared.as_ref(), &self.chosen.routing);
-        let judged: BTreeSet<Output> = bounds.keys().copied().collect();
-        let keep = |output: Output| judged.contains(&output);
-        let swapped = vacuity::gate_and_up_swapped(problem, shared, routing, &self.numerics, &keep)?;
-        self.dependent = match shared {
-            None => dependence::repetition(problem).map(|what| format!("{what}, so errors are not independent")),
-            Some(_) => Some("the statistics of the routed experts leave out a shared expert's part of o and dx".into()),
-        };
-        let loosest = dump.models().last().map_or(self.numerics, |&model| dump.numerics(model));
-        let twin = match self.dependent {
-            // Intermediates share roundings in ways that the twin does not list.
-            None => Some(Twin::of(problem, routing, &loosest, &|output| keep(output) && is_result(output))?),
-            Some(_) => None,
-        };
-        let mut of_experts: Option<Option<Twin>> = None;
-        let mut twins: Option<BTreeMap<Output, Bounded>> = None;
-        for judged in self.judged.iter_mut().filter(|judged| judged.kernel.is_none()) {
-            let output = judged.judgement.output;
-            let (Some(bounded), Some(stored)) = (bounds.get(&output), dump.results.get(&output)) else { continue };
-            let swapped = swapped.get(&output);
-            let biases = |stored: &Stored| match &twin {
-                Some(twin) => biased(twin, output, stored, swapped),
-                None => Ok(Vec::new()),
+    pub fn look_again(&mut self, dump: &Dump) -> Result<()> {
+        if self.dependent.is_none() {
+            let outputs =
+                self.hidden(|judged| judged.biased.is_empty() && given_scores::judges(judged.judgement.output));
+            let experts = match outputs.is_empty() {
+                true => None,
+                false => given_scores::experts(dump, &self.chosen.routing)?,
             };
-            judged.biased = biases(stored)?;
-            let others = swapped.map(|swapped| ("gate and up swapped", swapped));
-            let unbiased = |impostor: &Stored| Ok(biases(impostor)?.is_empty());
-            judged.impostors = vacuity::passing(output, stored.dtype, bounded, others.as_slice(), unbiased)?;
-            let hidden = !judged.impostors.is_empty() && judged.biased.is_empty();
-            if hidden && twin.is_some() && given_scores::judges(output) {
-                let experts = match &mut of_experts {
-                    Some(experts) => experts,
-                    none => none.insert(given_scores::twin(dump, routing, &loosest)?),
-                };
-                if let Some(experts) = experts {
-                    judged.biased = biased(experts, output, stored, swapped)?;
-                    let unbiased = |impostor: &Stored| Ok(biased(experts, output, impostor, swapped)?.is_empty());
-                    judged.impostors = vacuity::passing(output, stored.dtype, bounded, others.as_slice(), unbiased)?;
+            if let Some(experts) = &experts {
+                let twin = Some((experts, loosest(dump, &self.numerics)));
+                let mut found = self.sweep(dump, &outputs, Limit::Bound, twin)?;
+                for judged in self.of_layer() {
+                    if let Some(found) = found.remove(&judged.judgement.output) {
+                        (judged.biased, judged.impostors) = (found.biased, found.impostors);
+                    }
                 }
             }
-            if judged.impostors.is_empty() {
-                continue;
-            }
-            let twins = match &mut twins {
-                Some(twins) => twins,
-                none => none.insert(dump.twins_of(&self.chosen.routing, &self.numerics, &keep)?),
-            };
-            let Some(twin) = twins.get(&output) else { continue };
-            let of_twin = judge(output, stored, twin)?;
-            if of_twin.passes() {
-                let passing = vacuity::passing(output, stored.dtype, twin, others.as_slice(), |_| Ok(true))?;
-                judged.impostors.retain(|impostor| passing.contains(impostor));
-                judged.twin = Some(of_twin.ratio());
+        }
+        let outputs = self.hidden(|_| true);
+        if outputs.is_empty() {
+            return Ok(());
+        }
+        let mut found = self.sweep(dump, &outputs, Limit::Twin, None)?;
+        for judged in self.of_layer() {
+            let Some(found) = found.remove(&judged.judgement.output) else { continue };
+            if found.judgement.passes() {
+                judged.impostors.retain(|impostor| found.impostors.contains(impostor));
+                judged.twin = Some(found.judgement.ratio());
             }
         }
         Ok(())
     }
-}
 
-/// The biases of a result that a correct engine does not have: of its size, and towards the result of
-/// an engine that takes gate for up.
-fn biased(twin: &Twin, output: Output, stored: &Stored, swapped: Option<&ArrayD<f64>>) -> Result<Vec<String>> {
-    let mut found = Vec::new();
-    let Some(truth) = twin.truth(output) else { return Ok(found) };
-    let zeros = ArrayD::zeros(truth.raw_dim());
-    let directions = [("of a kernel that shrinks it to 0", Some(&zeros)), ("of gate and up swapped", swapped)];
-    for (fault, wrong) in directions {
-        let Some(wrong) = wrong else { continue };
-        if let Some(bias) = twin.directed(output, stored, wrong)?.filter(|bias| !bias.passes()) {
-            found.push(format!("{}% {fault} ({} deviations)", number(100.0 * bias.beta), number(bias.z)));
-        }
+    fn of_layer(&mut self) -> impl Iterator<Item = &mut Judged> {
+        self.judged.iter_mut().filter(|judged| judged.kernel.is_none())
     }
-    Ok(found)
+
+    /// The results of the layer in whose place a wrong one passes.
+    fn hidden(&self, which: impl Fn(&Judged) -> bool) -> BTreeSet<Output> {
+        let of_layer = self.judged.iter().filter(|judged| judged.kernel.is_none());
+        let hidden = of_layer.filter(|judged| !judged.impostors.is_empty() && which(judged));
+        hidden.map(|judged| judged.judgement.output).collect()
+    }
+
+    fn sweep(
+        &self,
+        dump: &Dump,
+        outputs: &BTreeSet<Output>,
+        limit: Limit,
+        twin: Option<(&Problem<'_, f64>, Numerics)>,
+    ) -> Result<BTreeMap<Output, Found>> {
+        Sweep { dump, routing: &self.chosen.routing, outputs, numerics: self.numerics, limit, twin }.run()
+    }
 }
 
-fn is_result(output: Output) -> bool {
+impl Judged {
+    fn of(dump: &Dump, kernel: Option<&'static str>, found: Found) -> Self {
+        let Found { judgement, biased, impostors } = found;
+        let dtype = dump.results.get(&judgement.output).map_or(dump.storage, |stored| stored.dtype);
+        Self { kernel, dtype, judgement, biased, impostors, twin: None }
+    }
+}
+
+/// The arithmetic of the last model that the file may have: bias is judged by it, because roundings of a
+/// looser model look like bias to a tighter one.
+fn loosest(dump: &Dump, numerics: &Numerics) -> Numerics {
+    dump.models().last().map_or(*numerics, |&model| dump.numerics(model))
+}
+
+pub(super) fn is_result(output: Output) -> bool {
     Output::RESULTS.contains(&output)
 }
 
@@ -220,33 +228,4 @@ fn is_result(output: Output) -> bool {
 fn reads_intermediates(dump: &Dump) -> bool {
     let between = Output::INTERMEDIATES.into_iter().filter(|output| *output != Output::Logits);
     between.chain([Output::Dlogits]).any(|output| dump.results.contains_key(&output))
-}
-
-fn judge_in_file(
-    dump: &Dump,
-    routing: &Routing,
-    kernel: Option<&'static str>,
-    output: Output,
-    stored: &Stored,
-    bounded: &Bounded,
-) -> Result<Judged> {
-    let order = dump.file_order(output);
-    let mut judgement = judge_with(output, stored, bounded, order.as_deref())?;
-    if matches!(output, Output::Ds | Output::Scores) {
-        judgement.heat = by_token_and_expert(routing, stored, bounded);
-    }
-    Ok(Judged { kernel, dtype: stored.dtype, judgement, biased: Vec::new(), impostors: Vec::new(), twin: None })
-}
-
-/// Where the errors of values by pair are; the number of a pair would say nothing.
-fn by_token_and_expert(routing: &Routing, stored: &Stored, bounded: &Bounded) -> HeatMap {
-    let mut map = HeatMap::new(["token", "expert"], [routing.tokens(), routing.experts()]);
-    let pairs = routing.pair_token().iter().zip(routing.pair_expert());
-    let numbers = stored.values.iter().zip(&bounded.truth).zip(&bounded.bound);
-    for ((token, expert), ((&value, &truth), &bound)) in pairs.zip(numbers) {
-        if let Some((_, ratio)) = compare(value, truth, bound, stored.dtype.largest()) {
-            map.add([token.index(), expert.index()], ratio);
-        }
-    }
-    map
 }

@@ -59,6 +59,9 @@ pub(crate) struct Rounding {
     pub(crate) unit: f64,
     /// Absolute error of a result below the normal range.
     pub(crate) underflow: f64,
+    /// The smallest number of the normal range, and whether underflow counts below it alone.
+    normal: f64,
+    below_normal: bool,
     /// Beyond this the result may be infinite, and nothing is known of it.
     pub(crate) largest: f64,
     /// The type stored to, where it is known: its own numbers are stored without error.
@@ -71,6 +74,8 @@ impl Rounding {
         Self {
             unit: dtype.unit_roundoff(),
             underflow: if flushes { dtype.smallest_normal() } else { dtype.underflow() },
+            normal: dtype.smallest_normal(),
+            below_normal: false,
             largest: dtype.largest(),
             dtype: (!flushes).then_some(dtype),
         }
@@ -80,6 +85,11 @@ impl Rounding {
     pub(crate) fn gamma(&self, m: usize) -> f64 {
         let product = m as f64 * self.unit;
         if product < 1.0 { product / (1.0 - product) } else { f64::INFINITY }
+    }
+
+    /// What may underflow of a number of at most this magnitude, known within `rad`.
+    fn underflow_of(&self, magnitude: f64, rad: f64) -> f64 {
+        if self.below_normal && magnitude - 2.0 * rad >= self.normal { 0.0 } else { self.underflow.min(magnitude) }
     }
 
     fn holds(&self, value: f64) -> bool {
@@ -147,6 +157,27 @@ impl Arithmetic {
         }
     }
 
+    /// The same with what stores of `rounded` to a coarser type lose below its normal range.
+    pub(crate) fn underflowing_as(self, rounded: &Self) -> Self {
+        let lose = |exact: Rounding, rounded: Rounding| match exact.unit < rounded.unit {
+            true => Rounding {
+                underflow: rounded.underflow,
+                normal: rounded.normal,
+                below_normal: true,
+                dtype: None,
+                ..exact
+            },
+            false => exact,
+        };
+        Self {
+            storage: lose(self.storage, rounded.storage),
+            partial: lose(self.partial, rounded.partial),
+            router: lose(self.router, rounded.router),
+            score: lose(self.score, rounded.score),
+            ..self
+        }
+    }
+
     /// The arithmetic of scores and their gradients.
     pub(crate) fn of_scores(&self) -> Self {
         Self { accumulate: self.score_operation, ..*self }
@@ -184,8 +215,98 @@ impl Arithmetic {
         }
         let nearest = self.measure == Measure::Worst && rounding.dtype.is_some();
         let error = rounding.unit * if nearest { binade(magnitude) } else { magnitude };
-        let error = error.max(rounding.underflow.min(magnitude));
+        let error = error.max(rounding.underflow_of(magnitude, ball.rad));
         Ball { rad: self.join(ball.rad, self.spread(error)), ..ball }
+    }
+
+    /// [`Arithmetic::round`] of many: midpoints stay, radii grow.
+    pub(crate) fn round_all(&self, rounding: &Rounding, mids: &[f64], rads: &mut [f64]) {
+        match self.measure {
+            Measure::Midpoint => {}
+            Measure::Worst if rounding.dtype.is_some() => self.round_lines(rounding, mids, rads, |magnitude, rad| {
+                let error = (rounding.unit * binade(magnitude)).max(rounding.underflow_of(magnitude, rad));
+                (rad + error, true)
+            }),
+            Measure::Worst => self.round_lines(rounding, mids, rads, |magnitude, rad| {
+                let error = (rounding.unit * magnitude).max(rounding.underflow_of(magnitude, rad));
+                (rad + error, true)
+            }),
+            Measure::Deviation => self.round_lines(rounding, mids, rads, |magnitude, rad| {
+                let error = (rounding.unit * magnitude).max(rounding.underflow_of(magnitude, rad)) / 3.0f64.sqrt();
+                let square = rad * rad + error * error;
+                (square.sqrt(), usual(square))
+            }),
+        }
+    }
+
+    /// `rounded` gives the radius of a magnitude and a radius, and whether it may be taken for it.
+    fn round_lines(
+        &self,
+        rounding: &Rounding,
+        mids: &[f64],
+        rads: &mut [f64],
+        rounded: impl Fn(f64, f64) -> (f64, bool),
+    ) {
+        let may_hold = rounding.dtype.is_some();
+        pulp::Arch::new().dispatch(|| {
+            for (mids, rads) in mids.chunks(LINE).zip(rads.chunks_mut(LINE)) {
+                let mut line = [0.0; LINE];
+                let mut as_all = true;
+                for ((into, &mid), &rad) in line.iter_mut().zip(mids).zip(rads.iter()) {
+                    let magnitude = mid.abs() + rad;
+                    let (radius, usual) = rounded(magnitude, rad);
+                    *into = if magnitude > rounding.largest { f64::INFINITY } else { radius };
+                    // A number without a radius may be one of the type.
+                    as_all &= usual & !(may_hold & (rad == 0.0));
+                }
+                if as_all {
+                    rads.copy_from_slice(&line[..rads.len()]);
+                } else {
+                    for (rad, &mid) in rads.iter_mut().zip(mids) {
+                        *rad = self.round(rounding, Ball { mid, rad: *rad }).rad;
+                    }
+                }
+            }
+        });
+    }
+
+    /// [`Arithmetic::product`] of one ball and many, in place.
+    pub(crate) fn product_all(&self, a: Ball, mids: &mut [f64], rads: &mut [f64]) {
+        pulp::Arch::new().dispatch(|| match self.measure {
+            Measure::Midpoint => mids.iter_mut().for_each(|mid| *mid *= a.mid),
+            Measure::Worst => mids.iter_mut().zip(rads).for_each(|(mid, rad)| {
+                *rad = known(a.rad * mid.abs() + a.magnitude() * *rad);
+                *mid *= a.mid;
+            }),
+            Measure::Deviation => mids.iter_mut().zip(rads).for_each(|(mid, rad)| {
+                let product = self.product(a, Ball { mid: *mid, rad: *rad });
+                (*mid, *rad) = (product.mid, product.rad);
+            }),
+        });
+    }
+
+    /// [`Arithmetic::join`] of many with many.
+    pub(crate) fn join_all(&self, sums: &mut [f64], rads: &[f64]) {
+        pulp::Arch::new().dispatch(|| match self.measure {
+            Measure::Midpoint => {}
+            Measure::Worst => sums.iter_mut().zip(rads).for_each(|(sum, &rad)| *sum += rad),
+            Measure::Deviation => {
+                for (sums, rads) in sums.chunks_mut(LINE).zip(rads.chunks(LINE)) {
+                    let mut line = [0.0; LINE];
+                    let mut as_all = true;
+                    for ((into, &sum), &rad) in line.iter_mut().zip(sums.iter()).zip(rads) {
+                        let square = sum * sum + rad * rad;
+                        *into = square.sqrt();
+                        as_all &= usual(square);
+                    }
+                    if as_all {
+                        sums.copy_from_slice(&line[..sums.len()]);
+                    } else {
+                        sums.iter_mut().zip(rads).for_each(|(sum, &rad)| *sum = hypotenuse(*sum, rad));
+                    }
+                }
+            }
+        });
     }
 
     /// One operation in the accumulator has given `ball`.
@@ -266,8 +387,17 @@ impl Sum {
     }
 }
 
+/// Numbers that are looked at together: where one of them is special, each goes its own way.
+const LINE: usize = 64;
+
+/// Whether a sum of squares has left nothing behind the range of f64.
+#[inline(always)]
+fn usual(square: f64) -> bool {
+    (1e-280..1e280).contains(&square)
+}
+
 /// √(a² + b²), by `hypot` where the squares may leave the range of f64.
 fn hypotenuse(a: f64, b: f64) -> f64 {
     let square = a * a + b * b;
-    if (1e-280..1e280).contains(&square) { square.sqrt() } else { a.hypot(b) }
+    if usual(square) { square.sqrt() } else { a.hypot(b) }
 }

@@ -8,7 +8,7 @@ use super::Model;
 use super::ball::{Ball, Sum};
 use super::curve::Curve;
 use super::gpt_oss;
-use super::matrix::{Balls, Balls2, Balls3, by_expert, of_experts};
+use super::matrix::{Balls, Balls2, Balls3, Operand, by_expert, of_experts};
 use super::midpoints::{Midpoints, Step};
 use crate::activation::Activation;
 use crate::shape::ExpertId;
@@ -22,8 +22,8 @@ pub(crate) struct DownBackward {
 
 /// H = X_e W1ᵀ, stored; with biases H + b1, stored.
 pub(super) fn up_forward_of(model: &Model<'_, '_>, known: &Midpoints, expert: ExpertId) -> Balls2 {
-    let x = Balls::exact(model.gather(model.problem.x(), expert));
-    let product = known.product(Step::Up, &model.arithmetic, &x, model.w1(expert).t(), None);
+    let (x, w1) = (model.gather(model.problem.x(), expert), Operand::exact(model.w1(expert)));
+    let product = known.product(Step::Up, &model.arithmetic, Operand::exact(x.view()), w1.t(), None);
     add_bias(model, product, model.b1(expert))
 }
 
@@ -40,11 +40,12 @@ pub(super) fn activate_rows(model: &Model<'_, '_>, h: &Balls2) -> Balls2 {
     let curve = Curve::of(problem.activation());
     Balls2::from_fn(h.mid.nrows(), problem.n(), |row, unit| {
         let store = |ball| arithmetic.round(&arithmetic.storage, ball);
+        let [gate, up] = model.gate_and_up(unit);
         if problem.activation() == Activation::GptOss {
-            gpt_oss::Eager::new(arithmetic, h.at(row, 2 * unit), h.at(row, 2 * unit + 1)).value()
+            gpt_oss::Eager::new(arithmetic, h.at(row, gate), h.at(row, up)).value()
         } else if problem.activation().gated() {
-            let of_gate = store(arithmetic.curve_value(curve, h.at(row, 2 * unit)));
-            store(arithmetic.multiply(of_gate, h.at(row, 2 * unit + 1)))
+            let of_gate = store(arithmetic.curve_value(curve, h.at(row, gate)));
+            store(arithmetic.multiply(of_gate, h.at(row, up)))
         } else {
             store(arithmetic.curve_value(curve, h.at(row, unit)))
         }
@@ -60,7 +61,7 @@ pub(crate) fn activate(model: &Model<'_, '_>, h: &Balls2) -> Balls2 {
 
 /// Y = A W2ᵀ, stored; with biases Y + b2, stored. `a` is that of the expert's rows.
 pub(super) fn down_forward_of(model: &Model<'_, '_>, known: &Midpoints, expert: ExpertId, a: &Balls2) -> Balls2 {
-    let product = known.product(Step::Down, &model.arithmetic, a, model.w2(expert).t(), None);
+    let product = known.product(Step::Down, &model.arithmetic, a.operand(), Operand::exact(model.w2(expert)).t(), None);
     add_bias(model, product, model.b2(expert))
 }
 
@@ -88,6 +89,14 @@ pub(super) fn weighted(model: &Model<'_, '_>, score: Ball, y: Ball) -> Ball {
     arithmetic.round(&arithmetic.storage, arithmetic.multiply(score, y))
 }
 
+/// The same of many, in place.
+pub(super) fn weighted_all(model: &Model<'_, '_>, score: Ball, mids: &mut [f64], rads: &mut [f64]) {
+    let arithmetic = &model.arithmetic;
+    arithmetic.product_all(score, mids, rads);
+    arithmetic.round_all(&arithmetic.accumulate, mids, rads);
+    arithmetic.round_all(&arithmetic.storage, mids, rads);
+}
+
 /// O_t = Σ s·Y: each s·Y stored, and each partial sum.
 pub(crate) fn combine(model: &Model<'_, '_>, y: &Balls2, scores: &[Ball]) -> Balls2 {
     combine_gradient(model, &y.clone().map_indexed(|row, _, y| weighted(model, scores[row], y)))
@@ -112,8 +121,13 @@ pub(super) fn partial_sums(model: &Model<'_, '_>, sum: Sum, terms: usize) -> Bal
 
 /// dY = s·dO, stored, of one expert's rows, whose scores are `s`.
 fn y_gradient(model: &Model<'_, '_>, expert: ExpertId, s: &[Ball]) -> Balls2 {
-    let dout = Balls::exact(model.gather(model.problem.dout(), expert));
-    dout.map_indexed(|row, _, dout| weighted(model, s[row], dout))
+    let mut dy = Balls::exact(model.gather(model.problem.dout(), expert));
+    for ((mut mids, mut rads), &score) in dy.mid.rows_mut().into_iter().zip(dy.rad.rows_mut()).zip(s) {
+        if let (Some(mids), Some(rads)) = (mids.as_slice_mut(), rads.as_slice_mut()) {
+            weighted_all(model, score, mids, rads);
+        }
+    }
+    dy
 }
 
 /// dS = Σ dO·Y with each product stored; dA = dY W2, stored; then the activation op by op. `h`, `y` and
@@ -130,24 +144,25 @@ pub(super) fn down_backward_activation_of(
     let curve = Curve::of(problem.activation());
     let store = |ball| arithmetic.round(&arithmetic.storage, ball);
     let dy = y_gradient(model, expert, s);
-    let da = known.product(Step::DownBackward, arithmetic, &dy, model.w2(expert), None);
+    let da = known.product(Step::DownBackward, arithmetic, dy.operand(), Operand::exact(model.w2(expert)), None);
     let da = da.rounded(arithmetic, &arithmetic.storage);
     let mut dh = Balls2::zeros(s.len(), problem.h_width());
     for row in 0..s.len() {
         for unit in 0..problem.n() {
             let da = da.at(row, unit);
+            let [gate_column, up_column] = model.gate_and_up(unit);
             if problem.activation() == Activation::GptOss {
-                let unit_of = gpt_oss::Eager::new(arithmetic, h.at(row, 2 * unit), h.at(row, 2 * unit + 1));
+                let unit_of = gpt_oss::Eager::new(arithmetic, h.at(row, gate_column), h.at(row, up_column));
                 let [dgate, dup] = unit_of.backward(da);
-                dh.set(row, 2 * unit, dgate);
-                dh.set(row, 2 * unit + 1, dup);
+                dh.set(row, gate_column, dgate);
+                dh.set(row, up_column, dup);
             } else if problem.activation().gated() {
-                let (gate, up) = (h.at(row, 2 * unit), h.at(row, 2 * unit + 1));
+                let (gate, up) = (h.at(row, gate_column), h.at(row, up_column));
                 let of_gate = store(arithmetic.curve_value(curve, gate));
                 let times_up = store(arithmetic.multiply(da, up));
                 let dgate = arithmetic.multiply(times_up, arithmetic.curve_slope(curve, gate));
-                dh.set(row, 2 * unit, store(dgate));
-                dh.set(row, 2 * unit + 1, store(arithmetic.multiply(da, of_gate)));
+                dh.set(row, gate_column, store(dgate));
+                dh.set(row, up_column, store(arithmetic.multiply(da, of_gate)));
             } else {
                 let slope = arithmetic.curve_slope(curve, h.at(row, unit));
                 dh.set(row, unit, store(arithmetic.multiply(da, slope)));
@@ -185,8 +200,9 @@ pub(super) fn down_backward_weight_of(
     s: &[Ball],
 ) -> Balls2 {
     let arithmetic = &model.arithmetic;
-    let dy = y_gradient(model, expert, s).transposed();
-    known.product_of_balls(Step::DownWeight, arithmetic, &dy, a).rounded(arithmetic, &arithmetic.storage)
+    let dy = y_gradient(model, expert, s);
+    let product = known.product(Step::DownWeight, arithmetic, dy.operand().t(), a.operand(), None);
+    product.rounded(arithmetic, &arithmetic.storage)
 }
 
 pub(crate) fn down_backward_weight(model: &Model<'_, '_>, a: &Balls2, scores: &[Ball]) -> Balls3 {

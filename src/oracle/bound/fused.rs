@@ -9,7 +9,7 @@ use ndarray::Array1;
 
 use super::Model;
 use super::ball::{Ball, Sum};
-use super::matrix::{Balls, Balls2, Balls3, by_expert, of_experts};
+use super::matrix::{Balls2, Balls3, Operand, by_expert, of_experts};
 use super::midpoints::{Midpoints, Step};
 use crate::shape::ExpertId;
 
@@ -24,8 +24,8 @@ pub(crate) struct DownBackward {
 /// Kernel 1: H = X_e W1ᵀ (+ b1) and A = act(H), A from the accumulator before it is rounded to H.
 pub(super) fn up_forward_of(model: &Model<'_, '_>, known: &Midpoints, expert: ExpertId) -> [Balls2; 2] {
     let arithmetic = &model.arithmetic;
-    let x = Balls::exact(model.gather(model.problem.x(), expert));
-    let h = known.product(Step::Up, arithmetic, &x, model.w1(expert).t(), model.b1(expert));
+    let (x, w1) = (model.gather(model.problem.x(), expert), Operand::exact(model.w1(expert)));
+    let h = known.product(Step::Up, arithmetic, Operand::exact(x.view()), w1.t(), model.b1(expert));
     let a = Balls2::from_fn(h.mid.nrows(), model.problem.n(), |row, unit| {
         arithmetic.round(&arithmetic.storage, model.activation(&h, row, unit))
     });
@@ -40,7 +40,7 @@ pub(crate) fn up_forward(model: &Model<'_, '_>) -> [Balls2; 2] {
 /// Kernel 2: Y = A W2ᵀ (+ b2).
 pub(super) fn down_forward_of(model: &Model<'_, '_>, known: &Midpoints, expert: ExpertId, a: &Balls2) -> Balls2 {
     let arithmetic = &model.arithmetic;
-    let y = known.product(Step::Down, arithmetic, a, model.w2(expert).t(), model.b2(expert));
+    let y = known.product(Step::Down, arithmetic, a.operand(), Operand::exact(model.w2(expert)).t(), model.b2(expert));
     y.rounded(arithmetic, &arithmetic.storage)
 }
 
@@ -69,7 +69,8 @@ pub(super) fn down_backward_activation_of(
     let (problem, arithmetic) = (model.problem, &model.arithmetic);
     let dout = model.gather(problem.dout(), expert);
     let of_bias = model.b2(expert).map(|b2| OfBias::new(&dout, &b2.to_owned()));
-    let g = known.product(Step::DownBackward, arithmetic, &Balls::exact(dout), model.w2(expert), None);
+    let (dout, w2) = (Operand::exact(dout.view()), Operand::exact(model.w2(expert)));
+    let g = known.product(Step::DownBackward, arithmetic, dout, w2, None);
 
     let store = |ball| arithmetic.round(&arithmetic.storage, ball);
     let mut dh = Balls2::zeros(s.len(), problem.h_width());
@@ -134,19 +135,19 @@ pub(super) fn down_backward_weight_of(
     model: &Model<'_, '_>,
     known: &Midpoints,
     expert: ExpertId,
-    a_prime: Balls2,
+    a_prime: &Balls2,
 ) -> Balls2 {
     let arithmetic = &model.arithmetic;
     let dout = model.gather(model.problem.dout(), expert);
-    // (A′ᵀ dO)ᵀ, so that the exact operand stands on the right.
-    let transposed = known.product(Step::DownWeight, arithmetic, &a_prime.transposed(), dout.view(), None);
-    transposed.transposed().rounded(arithmetic, &arithmetic.storage)
+    let dout = Operand::exact(dout.view());
+    let product = known.product(Step::DownWeight, arithmetic, dout.t(), a_prime.operand(), None);
+    product.rounded(arithmetic, &arithmetic.storage)
 }
 
 pub(crate) fn down_backward_weight(model: &Model<'_, '_>, a_prime: &Balls2) -> Balls3 {
     of_experts(model.routing, (model.problem.d(), model.problem.n()), |expert| {
         let a_prime = a_prime.rows(model.routing.rows_of_expert(expert));
-        down_backward_weight_of(model, &Midpoints::default(), expert, a_prime)
+        down_backward_weight_of(model, &Midpoints::default(), expert, &a_prime)
     })
 }
 
@@ -158,7 +159,7 @@ pub(super) fn up_backward_activation_of(
     dh: &Balls2,
 ) -> Balls2 {
     let arithmetic = &model.arithmetic;
-    let product = known.product(Step::UpBackward, arithmetic, dh, model.w1(expert), None);
+    let product = known.product(Step::UpBackward, arithmetic, dh.operand(), Operand::exact(model.w1(expert)), None);
     product.rounded(arithmetic, &arithmetic.storage)
 }
 
@@ -171,17 +172,17 @@ pub(crate) fn up_backward_activation(model: &Model<'_, '_>, dh: &Balls2) -> Ball
 }
 
 /// Kernel 7: dW1 = dHᵀ X_e. `dh` is that of the expert's rows.
-pub(super) fn up_backward_weight_of(model: &Model<'_, '_>, known: &Midpoints, expert: ExpertId, dh: Balls2) -> Balls2 {
+pub(super) fn up_backward_weight_of(model: &Model<'_, '_>, known: &Midpoints, expert: ExpertId, dh: &Balls2) -> Balls2 {
     let arithmetic = &model.arithmetic;
     let x = model.gather(model.problem.x(), expert);
-    let product = known.product(Step::UpWeight, arithmetic, &dh.transposed(), x.view(), None);
+    let product = known.product(Step::UpWeight, arithmetic, dh.operand().t(), Operand::exact(x.view()), None);
     product.rounded(arithmetic, &arithmetic.storage)
 }
 
 pub(crate) fn up_backward_weight(model: &Model<'_, '_>, dh: &Balls2) -> Balls3 {
     of_experts(model.routing, (model.problem.h_width(), model.problem.d()), |expert| {
         let dh = dh.rows(model.routing.rows_of_expert(expert));
-        up_backward_weight_of(model, &Midpoints::default(), expert, dh)
+        up_backward_weight_of(model, &Midpoints::default(), expert, &dh)
     })
 }
 

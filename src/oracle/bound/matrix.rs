@@ -1,7 +1,7 @@
 //! Matrices of balls, and the matrix products of the kernels on them.
 //!
 //! Every grouped product of the fused model has one exact operand (an input of the layer), so the
-//! radius costs one product more: with B exact,
+//! radius costs one product more: with B exact, and in the same way with A exact,
 //! Σ E_a|b| + γ Σ (|a| + E_a)|b| = γ·(|A| + (1 + γ)/γ·E_A)·|B|.
 //! γ comes last: γ|a| may underflow in f64 where a·b does not.
 
@@ -11,7 +11,7 @@ use ndarray::{
 use rayon::prelude::*;
 
 use super::ball::{Arithmetic, Ball, Measure, Rounding, known};
-use super::product::{at_least, product};
+use super::product::{Weighed, at_least, product};
 use crate::oracle::judge::Bounded;
 use crate::routing::Routing;
 use crate::shape::{ExpertId, TokenId};
@@ -44,7 +44,13 @@ impl<D: Dimension> Balls<D> {
     }
 
     /// Each ball rounded.
-    pub(crate) fn rounded(self, arithmetic: &Arithmetic, rounding: &Rounding) -> Self {
+    pub(crate) fn rounded(mut self, arithmetic: &Arithmetic, rounding: &Rounding) -> Self {
+        if self.mid.strides() == self.rad.strides()
+            && let (Some(mids), Some(rads)) = (self.mid.as_slice_memory_order(), self.rad.as_slice_memory_order_mut())
+        {
+            arithmetic.round_all(rounding, mids, rads);
+            return self;
+        }
         self.map(|ball| arithmetic.round(rounding, ball))
     }
 
@@ -92,11 +98,6 @@ impl Balls2 {
         let rows = ndarray::s![range, ..];
         Self { mid: self.mid.slice(rows).to_owned(), rad: self.rad.slice(rows).to_owned() }
     }
-
-    /// The transpose, without a copy.
-    pub(crate) fn transposed(self) -> Self {
-        Self { mid: self.mid.reversed_axes(), rad: self.rad.reversed_axes() }
-    }
 }
 
 impl Balls1 {
@@ -106,9 +107,34 @@ impl Balls1 {
     }
 }
 
+/// An operand of a product: numbers, with their radii where they are not exact.
+#[derive(Clone, Copy)]
+pub(crate) struct Operand<'b> {
+    mid: ArrayView2<'b, f64>,
+    rad: Option<ArrayView2<'b, f64>>,
+}
+
+impl<'b> Operand<'b> {
+    /// Numbers that engine and truth share.
+    pub(crate) fn exact(mid: ArrayView2<'b, f64>) -> Self {
+        Self { mid, rad: None }
+    }
+
+    /// The transpose.
+    pub(crate) fn t(self) -> Self {
+        Self { mid: self.mid.reversed_axes(), rad: self.rad.map(ArrayView2::reversed_axes) }
+    }
+}
+
+impl Balls2 {
+    pub(crate) fn operand(&self) -> Operand<'_> {
+        Operand { mid: self.mid.view(), rad: Some(self.rad.view()) }
+    }
+}
+
 /// A·B (+ one row of addends).
-pub(super) fn midpoint(a: &Array2<f64>, b: ArrayView2<'_, f64>, addend: Option<ArrayView1<'_, f64>>) -> Array2<f64> {
-    let mut mid = product(a.view(), b);
+pub(super) fn midpoint(a: Operand<'_>, b: Operand<'_>, addend: Option<ArrayView1<'_, f64>>) -> Array2<f64> {
+    let mut mid = product(a.mid, b.mid);
     if let Some(addend) = addend {
         mid += &addend;
     }
@@ -116,62 +142,94 @@ pub(super) fn midpoint(a: &Array2<f64>, b: ArrayView2<'_, f64>, addend: Option<A
 }
 
 impl Arithmetic {
-    /// A·B (+ one row of addends), B exact, summed in any order in the accumulator.
-    pub(crate) fn matrix_product(
-        &self,
-        a: &Balls2,
-        b: ArrayView2<'_, f64>,
-        addend: Option<ArrayView1<'_, f64>>,
-    ) -> Balls2 {
-        self.matrix_product_about(midpoint(&a.mid, b, addend), a, b, addend)
+    /// A·B (+ one row of addends), summed in any order in the accumulator.
+    pub(crate) fn matrix_product(&self, a: Operand<'_>, b: Operand<'_>, addend: Option<ArrayView1<'_, f64>>) -> Balls2 {
+        self.matrix_product_about(midpoint(a, b, addend), a, b, addend)
     }
 
-    /// The same where its midpoint is known.
+    /// The same where its midpoint is known. With both operands inexact it takes one product more, for
+    /// (|A| + E_A)·E_B.
     pub(super) fn matrix_product_about(
         &self,
         mid: Array2<f64>,
-        a: &Balls2,
-        b: ArrayView2<'_, f64>,
+        a: Operand<'_>,
+        b: Operand<'_>,
         addend: Option<ArrayView1<'_, f64>>,
     ) -> Balls2 {
         let terms = a.mid.ncols() + usize::from(addend.is_some());
         let (gamma, scale) = (self.accumulate.gamma(terms), self.deviation_of_sum(terms));
+        let lift = (1.0 + gamma) / gamma;
         let radius = self.radius_of_sum(terms);
+        let added = |line: &mut [f64], of_addend: &dyn Fn(f64) -> f64| {
+            if let Some(addend) = addend {
+                line.iter_mut().zip(addend).for_each(|(sum, &addend)| *sum += of_addend(addend));
+            }
+        };
         let rad = match self.measure {
             Measure::Midpoint => return Balls::exact(mid),
-            Measure::Worst => {
-                let lift = (1.0 + gamma) / gamma;
-                at_least((&a.mid, &a.rad, |mid: f64, rad: f64| mid.abs() + lift * rad), (b, f64::abs), |column, sum| {
-                    radius(sum + addend.map_or(0.0, |addend| addend[column].abs()))
-                })
-            }
-            Measure::Deviation => at_least(
-                (&a.mid, &a.rad, |mid: f64, rad: f64| scale * mid * mid + rad * rad),
-                (b, |b: f64| b * b),
-                |column, sum| {
-                    let of_addend = addend.map_or(0.0, |addend| scale * addend[column] * addend[column]);
-                    radius(sum + of_addend)
+            Measure::Worst => at_least_weighed(
+                a,
+                b,
+                |mid: f64, rad: f64| mid.abs() + lift * rad,
+                |mid: f64, _: f64| mid.abs(),
+                |line| {
+                    added(line, &f64::abs);
+                    radius(line);
+                },
+            ),
+            Measure::Deviation => at_least_weighed(
+                a,
+                b,
+                |mid: f64, rad: f64| scale * mid * mid + rad * rad,
+                |mid: f64, _: f64| mid * mid,
+                |line| {
+                    added(line, &|addend| scale * addend * addend);
+                    radius(line);
                 },
             ),
         };
-        Balls { mid, rad }
+        let product = Balls { mid, rad };
+        match (a.rad, b.rad) {
+            (Some(_), Some(of_b)) => self.with_errors_of_both(product, a, of_b, terms),
+            _ => product,
+        }
     }
 
-    /// A·B about `mid` with both operands inexact: one product more for (|A| + E_A)·E_B.
-    pub(super) fn matrix_product_of_balls_about(&self, mid: Array2<f64>, a: &Balls2, b: &Balls2) -> Balls2 {
-        let terms = a.mid.ncols();
-        let mut product = self.matrix_product_about(mid, a, b.mid.view(), None);
+    fn with_errors_of_both(
+        &self,
+        mut product: Balls2,
+        a: Operand<'_>,
+        of_b: ArrayView2<'_, f64>,
+        terms: usize,
+    ) -> Balls2 {
+        let b = Operand::exact(of_b);
         let more = match self.measure {
             Measure::Midpoint => return product,
             Measure::Worst => {
                 let gamma = self.accumulate.gamma(terms);
                 let lift = (1.0 + gamma) / gamma;
                 let weigh = |mid: f64, rad: f64| lift * (mid.abs() + rad);
-                at_least((&a.mid, &a.rad, weigh), (b.rad.view(), |rad: f64| rad), |_, sum| gamma * sum)
+                at_least_weighed(
+                    a,
+                    b,
+                    weigh,
+                    |rad: f64, _: f64| rad,
+                    |line| {
+                        line.iter_mut().for_each(|sum| *sum *= gamma);
+                    },
+                )
             }
             Measure::Deviation => {
                 let weigh = |mid: f64, rad: f64| mid * mid + rad * rad;
-                at_least((&a.mid, &a.rad, weigh), (b.rad.view(), |rad: f64| rad * rad), |_, sum| sum.sqrt())
+                at_least_weighed(
+                    a,
+                    b,
+                    weigh,
+                    |rad: f64, _: f64| rad * rad,
+                    |line| {
+                        line.iter_mut().for_each(|sum| *sum = sum.sqrt());
+                    },
+                )
             }
         };
         product.rad.zip_mut_with(&more, |rad, more| *rad = known(self.join(*rad, *more)));
@@ -183,20 +241,24 @@ impl Arithmetic {
         terms as f64 * self.accumulate.unit * self.accumulate.unit / 3.0
     }
 
-    /// The radius of a sum of m products: terms may underflow, sums overflow, unknown terms be times 0. It is
-    /// a function of Σ|a||b| with the operands' errors, or of what the deviations' squares add up to.
-    fn radius_of_sum(&self, terms: usize) -> impl Fn(f64) -> f64 {
+    /// The radii of sums of m products, in place: terms may underflow, sums overflow, unknown terms be
+    /// times 0. They are functions of Σ|a||b| with the operands' errors, or of what the deviations' squares add
+    /// up to.
+    fn radius_of_sum(&self, terms: usize) -> impl Fn(&mut [f64]) {
         // By each product of the engine and of the truth, and by γ times the sum.
         let underflow = (2 * terms + 1) as f64 * self.accumulate.underflow;
         let (gamma, scale) = (self.accumulate.gamma(terms), self.deviation_of_sum(terms).sqrt());
         let (measure, largest) = (self.measure, self.accumulate.largest);
-        move |sum| {
-            known(match measure {
-                Measure::Midpoint => 0.0,
-                Measure::Worst if sum > largest => f64::INFINITY,
-                Measure::Worst => gamma * sum + underflow.min(sum),
-                Measure::Deviation => sum.sqrt() + underflow.min(sum.sqrt() / scale),
-            })
+        move |line| match measure {
+            Measure::Midpoint => line.fill(0.0),
+            Measure::Worst => line.iter_mut().for_each(|sum| {
+                let radius = gamma * *sum + underflow.min(*sum);
+                *sum = if *sum > largest { f64::INFINITY } else { known(radius) };
+            }),
+            Measure::Deviation => line.iter_mut().for_each(|sum| {
+                let root = sum.sqrt();
+                *sum = known(root + underflow.min(root / scale));
+            }),
         }
     }
 
@@ -229,6 +291,26 @@ impl Arithmetic {
             }
         });
         balls
+    }
+}
+
+/// At least A·B of numbers ≥ 0. An inexact operand, of two the left, is weighed with its radius as `lifted`,
+/// the other as `plain`.
+fn at_least_weighed(
+    a: Operand<'_>,
+    b: Operand<'_>,
+    lifted: impl Fn(f64, f64) -> f64 + Copy,
+    plain: impl Fn(f64, f64) -> f64 + Copy,
+    finish: impl Fn(&mut [f64]),
+) -> Array2<f64> {
+    fn weighed<F>(Operand { mid, rad }: Operand<'_>, weigh: F) -> Weighed<'_, F> {
+        Weighed { mid, rad, weigh }
+    }
+    let exact = |operand: Operand<'_>| operand.rad.is_none();
+    if exact(a) && !exact(b) {
+        at_least(&weighed(a, plain), &weighed(b, lifted), finish)
+    } else {
+        at_least(&weighed(a, lifted), &weighed(Operand { rad: None, ..b }, plain), finish)
     }
 }
 

@@ -6,10 +6,10 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-use ndarray::{Array2, ArrayView1, ArrayView2};
+use ndarray::{Array2, ArrayView1};
 
 use super::ball::Arithmetic;
-use super::matrix::{Balls2, midpoint};
+use super::matrix::{Balls2, Operand, midpoint};
 
 /// The six grouped products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -45,22 +45,16 @@ impl Midpoints {
         }
     }
 
-    /// A·B (+ one row of addends), B exact, summed in any order in the accumulator.
+    /// A·B (+ one row of addends), summed in any order in the accumulator.
     pub(super) fn product(
         &self,
         step: Step,
         arithmetic: &Arithmetic,
-        a: &Balls2,
-        b: ArrayView2<'_, f64>,
+        a: Operand<'_>,
+        b: Operand<'_>,
         addend: Option<ArrayView1<'_, f64>>,
     ) -> Balls2 {
-        let mid = self.of(step, || midpoint(&a.mid, b, addend));
+        let mid = self.of(step, || midpoint(a, b, addend));
         arithmetic.matrix_product_about(mid, a, b, addend)
-    }
-
-    /// A·B with both operands inexact.
-    pub(super) fn product_of_balls(&self, step: Step, arithmetic: &Arithmetic, a: &Balls2, b: &Balls2) -> Balls2 {
-        let mid = self.of(step, || midpoint(&a.mid, b.mid.view(), None));
-        arithmetic.matrix_product_of_balls_about(mid, a, b)
     }
 }

@@ -28,15 +28,17 @@ pub(crate) mod layer;
 pub(crate) mod matrix;
 mod midpoints;
 mod model;
+mod pass;
 mod product;
 pub(crate) mod router;
 mod shared;
+mod sums;
 
 use std::collections::BTreeMap;
 
 pub(crate) use model::Model;
 pub use shared::layer_beside;
-pub(crate) use shared::propagate_beside;
+pub(crate) use shared::{propagate_beside, swapped_beside};
 
 use ndarray::ArrayD;
 
@@ -46,10 +48,12 @@ use crate::oracle::judge::Bounded;
 use crate::problem::{Gating, Problem};
 use crate::routing::Routing;
 use ball::{Ball, Measure};
-pub(crate) use layer::Found;
 pub use layer::Keep;
-use layer::Kernels;
-use matrix::{Balls1, Balls2};
+#[cfg(test)]
+use layer::in_parts;
+pub(crate) use layer::{Found, Part, Parts};
+use matrix::Balls2;
+pub(crate) use pass::{Pass, propagate_all, run};
 
 /// The truth and the bound of every result and intermediate of a layer, by the routing that an
 /// engine chose and the arithmetic that it declares.
@@ -152,96 +156,6 @@ fn bounds_of(found: Found) -> Result<BTreeMap<Output, Bounded>> {
         None => Err(Error::internal(format!("{output} has a truth and no radius"))),
     });
     bounds.collect()
-}
-
-/// Truth and radii of the results that `keep` names, for several arithmetics of one rounding model.
-pub(crate) fn propagate_all(
-    problem: &Problem<'_, f64>,
-    routing: &Routing,
-    arithmetics: &[(Numerics, Measure)],
-    keep: Keep<'_>,
-) -> Result<Found> {
-    let models: Vec<Model<'_, '_>> =
-        arithmetics.iter().map(|(numerics, measure)| Model::new(problem, routing, numerics, *measure)).collect();
-    let Parts { mut found, kernels } = parts(&models, keep)?;
-    for ((model, kernels), radii) in models.iter().zip(kernels).zip(&mut found.radii) {
-        let OfTokens { o, dx_of_experts, dx_of_router } = kernels;
-        let dx = match (dx_of_experts, dx_of_router) {
-            (Some(experts), Some(router)) => Some(add_router_part(model, experts, &router)),
-            (experts, _) => experts,
-        };
-        for (output, balls) in [(Output::O, o), (Output::Dx, dx)] {
-            let Some(Balls2 { mid, rad }) = balls else { continue };
-            found.truths.entry(output).or_insert_with(|| mid.into_dyn());
-            radii.insert(output, rad.into_dyn());
-        }
-    }
-    Ok(found)
-}
-
-/// The results of a layer, but for o and dx as their parts, one of each arithmetic.
-struct Parts {
-    found: Found,
-    kernels: Vec<OfTokens>,
-}
-
-/// What is asked for of o and dx.
-struct OfTokens {
-    o: Option<Balls2>,
-    dx_of_experts: Option<Balls2>,
-    dx_of_router: Option<Balls2>,
-}
-
-fn parts(models: &[Model<'_, '_>], keep: Keep<'_>) -> Result<Parts> {
-    let mut found = Found::default();
-    let Some(first) = models.first() else { return Ok(Parts { found, kernels: Vec::new() }) };
-    let (problem, routing) = (first.problem, first.routing);
-    check_routing(problem, routing)?;
-
-    let logits: Vec<Option<Balls2>> = models
-        .iter()
-        .map(|model| match problem.gating() {
-            Gating::Router(router) => Some(router::logits(model, router)),
-            Gating::Given { .. } => None,
-        })
-        .collect();
-    let scores = models.iter().zip(&logits).map(|(model, logits)| match (problem.gating(), logits) {
-        (Gating::Router(router), Some(logits)) => Ok(router::scores(model, router, logits)),
-        (Gating::Given { scores, .. }, _) => Ok(scores.iter().copied().map(Ball::exact).collect()),
-        (Gating::Router(_), None) => Err(Error::internal("a router has logits")),
-    });
-    let scores: Vec<Vec<Ball>> = scores.collect::<Result<_>>()?;
-    let score_of_row: Vec<Vec<Ball>> = scores.iter().map(|scores| routing.to_rows(scores)).collect();
-
-    let of_kernels = layer::kernels(models, &score_of_row, keep, &mut found)?;
-    let mut kernels = Vec::new();
-    for (lane, Kernels { o, dx, ds }) in of_kernels.into_iter().enumerate() {
-        let model = &models[lane];
-        let mut put = |output: Output, bounded: Bounded| {
-            if keep(output) {
-                found.truths.entry(output).or_insert(bounded.truth);
-                found.radii[lane].insert(output, bounded.bound);
-            }
-        };
-        let ds = routing.to_pairs(&ds);
-        let mut dx_of_router = None;
-        if let (Gating::Router(router), Some(logits)) = (problem.gating(), &logits[lane]) {
-            let dlogits = router::dlogits(model, router, logits, &scores[lane], &ds);
-            dx_of_router = dx.is_some().then(|| router::dx(model, router, &dlogits));
-            if keep(Output::DrouterW) {
-                put(Output::DrouterW, router::w_gradient(model, &dlogits).bounded());
-            }
-            if router.b.is_some() {
-                put(Output::DrouterB, router::b_gradient(model, &dlogits).bounded());
-            }
-            put(Output::Dlogits, dlogits.bounded());
-            put(Output::Logits, logits.clone().bounded());
-            put(Output::Scores, Balls1::from_balls(scores[lane].iter().copied()).bounded());
-        }
-        put(Output::Ds, Balls1::from_balls(ds).bounded());
-        kernels.push(OfTokens { o, dx_of_experts: dx, dx_of_router });
-    }
-    Ok(Parts { found, kernels })
 }
 
 /// dx = store(store(experts) + store(router)).

@@ -18,6 +18,8 @@ pub(crate) struct Model<'a, 'p> {
     pub(crate) routing: &'a Routing,
     pub(crate) arithmetic: Arithmetic,
     pub(crate) rounding: RoundingModel,
+    /// Whether gate is taken for up, and up for gate.
+    swapped: bool,
 }
 
 impl<'a, 'p> Model<'a, 'p> {
@@ -27,7 +29,28 @@ impl<'a, 'p> Model<'a, 'p> {
         numerics: &Numerics,
         measure: Measure,
     ) -> Self {
-        Self { problem, routing, arithmetic: Arithmetic::new(numerics, measure), rounding: numerics.rounding }
+        Self {
+            problem,
+            routing,
+            arithmetic: Arithmetic::new(numerics, measure),
+            rounding: numerics.rounding,
+            swapped: false,
+        }
+    }
+
+    /// The same of an engine that takes gate rows for up rows, and up rows for gate rows.
+    pub(crate) fn taking_gate_for_up(self) -> Self {
+        Self { swapped: true, ..self }
+    }
+
+    /// Whether there are radii, and not midpoints alone.
+    pub(crate) fn has_radii(&self) -> bool {
+        self.arithmetic.measure != Measure::Midpoint
+    }
+
+    /// The columns of h that hold gate and up of a unit.
+    pub(crate) fn gate_and_up(&self, unit: usize) -> [usize; 2] {
+        if self.swapped { [2 * unit + 1, 2 * unit] } else { [2 * unit, 2 * unit + 1] }
     }
 
     /// W1 of one expert, (2n, d).
@@ -51,8 +74,14 @@ impl<'a, 'p> Model<'a, 'p> {
     /// The rows of x or dout that an expert reads, in its row order.
     pub(crate) fn gather(&self, source: ArrayView2<'_, f64>, expert: ExpertId) -> Array2<f64> {
         let rows = self.routing.rows_of_expert(expert);
-        let tokens: Vec<usize> = self.routing.row_token()[rows].iter().map(|token| token.index()).collect();
-        source.select(Axis(0), &tokens)
+        let mut gathered = Vec::with_capacity(rows.len() * source.ncols());
+        for token in &self.routing.row_token()[rows.clone()] {
+            match source.row(token.index()).to_slice() {
+                Some(row) => gathered.extend_from_slice(row),
+                None => gathered.extend(source.row(token.index())),
+            }
+        }
+        Array2::from_shape_vec((rows.len(), source.ncols()), gathered).unwrap_or_default()
     }
 
     pub(crate) fn tokens(&self) -> impl Iterator<Item = TokenId> + use<> {
@@ -78,8 +107,8 @@ impl<'a, 'p> Model<'a, 'p> {
     pub(crate) fn activation(&self, h: &Balls2, row: usize, unit: usize) -> Ball {
         let (arithmetic, curve) = (&self.arithmetic, Curve::of(self.problem.activation()));
         if self.problem.activation().gated() {
-            let up = self.up_factor(h.at(row, 2 * unit + 1));
-            arithmetic.multiply(arithmetic.curve_value(curve, h.at(row, 2 * unit)), up)
+            let [gate, up] = self.gate_and_up(unit).map(|column| h.at(row, column));
+            arithmetic.multiply(arithmetic.curve_value(curve, gate), self.up_factor(up))
         } else {
             arithmetic.curve_value(curve, h.at(row, unit))
         }
@@ -111,14 +140,15 @@ impl<'a, 'p> Model<'a, 'p> {
     ) {
         let (arithmetic, curve) = (&self.arithmetic, Curve::of(self.problem.activation()));
         if self.problem.activation().gated() {
-            let (gate, up) = (h.at(row, 2 * unit), h.at(row, 2 * unit + 1));
+            let [of_gate, of_up] = self.gate_and_up(unit);
+            let (gate, up) = (h.at(row, of_gate), h.at(row, of_up));
             let slope = arithmetic.curve_slope(curve, gate);
             let dgate = arithmetic.multiply(arithmetic.multiply(da, self.up_factor(up)), slope);
             // v(up)·f′(gate) first, then dA: another product may underflow, and be magnified by dA.
             let other = (arithmetic.accumulate.underflow * da.magnitude()).min(dgate.magnitude());
-            put(2 * unit, Ball { rad: arithmetic.join(dgate.rad, other), ..dgate });
+            put(of_gate, Ball { rad: arithmetic.join(dgate.rad, other), ..dgate });
             let dup = arithmetic.multiply(da, arithmetic.curve_value(curve, gate));
-            put(2 * unit + 1, arithmetic.product(dup, self.up_slope(up)));
+            put(of_up, arithmetic.product(dup, self.up_slope(up)));
         } else {
             put(unit, arithmetic.multiply(da, arithmetic.curve_slope(curve, h.at(row, unit))));
         }

@@ -35,40 +35,55 @@ pub(super) fn product<A: Real>(a: ArrayView2<'_, A>, b: ArrayView2<'_, A>) -> Ar
     product
 }
 
-/// At least A·B, and hardly more, each sum ended by `finish` with its column. A ≥ 0 is a function of two
-/// matrices, B ≥ 0 of one. 0 where every term is.
+/// A matrix of numbers ≥ 0: a function of a midpoint and its radius, which is 0 where there is none.
+#[derive(Clone, Copy)]
+pub(super) struct Weighed<'w, F> {
+    pub(super) mid: ArrayView2<'w, f64>,
+    pub(super) rad: Option<ArrayView2<'w, f64>>,
+    pub(super) weigh: F,
+}
+
+impl<F: Fn(f64, f64) -> f64 + Copy> Weighed<'_, F> {
+    fn numbers(&self) -> Array2<f64> {
+        let Self { mid, rad, weigh } = self;
+        match rad {
+            Some(rad) => Zip::from(mid).and(rad).map_collect(|&mid, &rad| weigh(mid, rad)),
+            None => mid.mapv(|mid| weigh(mid, 0.0)),
+        }
+    }
+}
+
+/// At least A·B, and hardly more, with `finish` for each row of sums. 0 where every term is.
 ///
 /// With the operands rounded up to f32, a sum of m products in any order is computed as at least
 /// (1 − u)^(m+1) of itself, u = 2⁻²⁴, if nothing leaves f32's normal range. 1 + 2(m + 2)u makes up for
 /// it, for (m + 2)u ≤ 1/4.
 pub(super) fn at_least(
-    a: (&Array2<f64>, &Array2<f64>, impl Fn(f64, f64) -> f64 + Copy),
-    b: (ArrayView2<'_, f64>, impl Fn(f64) -> f64 + Copy),
-    finish: impl Fn(usize, f64) -> f64,
+    a: &Weighed<'_, impl Fn(f64, f64) -> f64 + Copy>,
+    b: &Weighed<'_, impl Fn(f64, f64) -> f64 + Copy>,
+    finish: impl Fn(&mut [f64]),
 ) -> Array2<f64> {
-    let ((mid, rad, weigh_a), (values, weigh_b)) = (a, b);
-    let terms = values.nrows();
-    let large = mid.len() * values.ncols() >= LARGE && terms < 1 << 21;
-    let upward = large.then(|| Some((Upward::of_two(mid, rad, weigh_a)?, Upward::of_one(values, weigh_b)?))).flatten();
-    if let Some((a, b)) = upward {
+    let terms = b.mid.nrows();
+    let large = a.mid.len() * b.mid.ncols() >= LARGE && terms < 1 << 21;
+    if let Some((a, b)) = large.then(|| Some((Upward::of(a)?, Upward::of(b)?))).flatten() {
         let lost = 1.0 + 2.0 * (terms + 2) as f64 * (f64::from(f32::EPSILON) / 2.0);
         let unit = a.unit * b.unit;
-        return finished(&product(a.values.view(), b.values.view()), |column, sum: f32| {
-            finish(column, lost * (f64::from(sum) * unit))
-        });
+        return finished(&product(a.values.view(), b.values.view()), |sum: f32| lost * (f64::from(sum) * unit), finish);
     }
-    let weight = Zip::from(mid).and(rad).map_collect(|&mid, &rad| weigh_a(mid, rad));
-    finished(&product(weight.view(), values.mapv(weigh_b).view()), finish)
+    finished(&product(a.numbers().view(), b.numbers().view()), |sum| sum, finish)
 }
 
-fn finished<A: Copy>(sums: &Array2<A>, finish: impl Fn(usize, A) -> f64) -> Array2<f64> {
-    let mut finished = Array2::zeros(sums.dim());
-    for (mut into, row) in finished.rows_mut().into_iter().zip(sums.rows()) {
-        for ((column, into), &sum) in into.iter_mut().enumerate().zip(row) {
-            *into = finish(column, sum);
+fn finished<A: Copy>(sums: &Array2<A>, widen: impl Fn(A) -> f64, finish: impl Fn(&mut [f64])) -> Array2<f64> {
+    let (rows, columns) = sums.dim();
+    let mut finished = Vec::with_capacity(rows * columns);
+    pulp::Arch::new().dispatch(|| {
+        for row in sums.as_slice().unwrap_or(&[]).chunks_exact(columns.max(1)) {
+            let begin = finished.len();
+            finished.extend(row.iter().map(|&sum| widen(sum)));
+            finish(&mut finished[begin..]);
         }
-    }
-    finished
+    });
+    Array2::from_shape_vec((rows, columns), finished).unwrap_or_else(|_| Array2::zeros((rows, columns)))
 }
 
 /// Numbers ≥ 0 in units of a power of two, rounded up to f32.
@@ -78,40 +93,34 @@ struct Upward {
 }
 
 impl Upward {
-    /// `weigh` of two matrices of one layout. None where the numbers are spread too far for f32.
-    fn of_two(mid: &Array2<f64>, rad: &Array2<f64>, weigh: impl Fn(f64, f64) -> f64 + Copy) -> Option<Self> {
-        if mid.strides() != rad.strides() {
+    /// None where the numbers are spread too far for f32, or the two matrices are of different layouts.
+    fn of(matrix: &Weighed<'_, impl Fn(f64, f64) -> f64 + Copy>) -> Option<Self> {
+        let &Weighed { mid, rad, weigh } = matrix;
+        if rad.is_some_and(|rad| rad.strides() != mid.strides()) {
             return None;
         }
-        let (mids, rads) = (mid.as_slice_memory_order()?, rad.as_slice_memory_order()?);
-        let (unit, units) = unit(mids.iter().zip(rads).step_by(SAMPLE).map(|(&mid, &rad)| weigh(mid, rad)))?;
-        let mut values = vec![0.0f32; mids.len()];
-        let mut all = true;
-        pulp::Arch::new().dispatch(|| {
-            for ((value, &mid), &rad) in values.iter_mut().zip(mids).zip(rads) {
-                let (rounded, fits) = upward(weigh(mid, rad) * units);
-                *value = rounded;
-                all &= fits;
-            }
-        });
-        Self::in_layout_of(mid.view(), values, unit).filter(|_| all)
-    }
-
-    /// `weigh` of one matrix.
-    fn of_one(matrix: ArrayView2<'_, f64>, weigh: impl Fn(f64) -> f64 + Copy) -> Option<Self> {
         // Views of either order have their numbers in one piece.
-        let numbers = matrix.as_slice_memory_order()?;
-        let (unit, units) = unit(numbers.iter().step_by(SAMPLE).map(|&value| weigh(value)))?;
-        let mut values = vec![0.0f32; numbers.len()];
+        let mids = mid.as_slice_memory_order()?;
+        let rads = match &rad {
+            Some(rad) => Some(rad.as_slice_memory_order()?),
+            None => None,
+        };
+        let of_place = |at: usize| weigh(mids[at], rads.map_or(0.0, |rads| rads[at]));
+        let (unit, units) = unit((0..mids.len()).step_by(SAMPLE).map(of_place))?;
+        let mut values = Vec::with_capacity(mids.len());
         let mut all = true;
         pulp::Arch::new().dispatch(|| {
-            for (value, &number) in values.iter_mut().zip(numbers) {
-                let (rounded, fits) = upward(weigh(number) * units);
-                *value = rounded;
+            let mut take = |number: f64| {
+                let (rounded, fits) = upward(number * units);
                 all &= fits;
+                rounded
+            };
+            match rads {
+                Some(rads) => values.extend(mids.iter().zip(rads).map(|(&mid, &rad)| take(weigh(mid, rad)))),
+                None => values.extend(mids.iter().map(|&mid| take(weigh(mid, 0.0)))),
             }
         });
-        Self::in_layout_of(matrix, values, unit).filter(|_| all)
+        Self::in_layout_of(mid, values, unit).filter(|_| all)
     }
 
     fn in_layout_of(matrix: ArrayView2<'_, f64>, values: Vec<f32>, unit: f64) -> Option<Self> {
@@ -190,7 +199,8 @@ mod tests {
 
     fn above(a: &Array2<f64>, b: &Array2<f64>) -> Array2<f64> {
         let zeros = Array2::zeros(a.dim());
-        at_least((a, &zeros, |a: f64, rad: f64| a + rad), (b.view(), |b: f64| b), |_, sum| sum)
+        let a = Weighed { mid: a.view(), rad: Some(zeros.view()), weigh: |a: f64, rad: f64| a + rad };
+        at_least(&a, &Weighed { mid: b.view(), rad: None, weigh: |b: f64, _| b }, |_| {})
     }
 
     #[test]

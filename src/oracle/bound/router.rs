@@ -3,7 +3,7 @@
 use super::Model;
 use super::ball::{Arithmetic, Ball, Measure, Sum, known};
 use super::grouped;
-use super::matrix::{Balls, Balls1, Balls2};
+use super::matrix::{Balls1, Balls2, Operand};
 use crate::problem::Router;
 use crate::routing::Convention;
 use crate::shape::TokenId;
@@ -11,9 +11,9 @@ use crate::shape::TokenId;
 /// l = x W_rᵀ (+ b_r), stored in the router's type.
 pub(crate) fn logits(model: &Model<'_, '_>, router: &Router<'_, f64>) -> Balls2 {
     let arithmetic = &model.arithmetic;
-    let x = Balls::exact(model.problem.x().to_owned());
+    let (x, w) = (Operand::exact(model.problem.x()), Operand::exact(router.w.view()));
     let bias = router.b.as_ref().map(|b| b.view());
-    arithmetic.matrix_product(&x, router.w.t(), bias).rounded(arithmetic, &arithmetic.router).map(|logit| {
+    arithmetic.matrix_product(x, w.t(), bias).rounded(arithmetic, &arithmetic.router).map(|logit| {
         // A mask is exact, whatever is added to it.
         if logit.mid == f64::NEG_INFINITY { Ball::exact(logit.mid) } else { logit }
     })
@@ -124,14 +124,16 @@ pub(crate) fn dlogits(
 /// The router's part of dx: dlogits W_r, stored in the router's type.
 pub(crate) fn dx(model: &Model<'_, '_>, router: &Router<'_, f64>, dlogits: &Balls2) -> Balls2 {
     let arithmetic = &model.arithmetic;
-    arithmetic.matrix_product(dlogits, router.w.view(), None).rounded(arithmetic, &arithmetic.router)
+    arithmetic
+        .matrix_product(dlogits.operand(), Operand::exact(router.w.view()), None)
+        .rounded(arithmetic, &arithmetic.router)
 }
 
 /// dW_r = dlogitsᵀ x.
 pub(crate) fn w_gradient(model: &Model<'_, '_>, dlogits: &Balls2) -> Balls2 {
     let arithmetic = &model.arithmetic;
-    let transposed = dlogits.clone().transposed();
-    arithmetic.matrix_product(&transposed, model.problem.x(), None).rounded(arithmetic, &arithmetic.storage)
+    let x = Operand::exact(model.problem.x());
+    arithmetic.matrix_product(dlogits.operand().t(), x, None).rounded(arithmetic, &arithmetic.storage)
 }
 
 /// db_r = Σ_t dlogits.

@@ -12,8 +12,9 @@ use std::collections::BTreeMap;
 use ndarray::{Axis, Slice};
 
 use super::ball::Measure;
-use super::matrix::Balls2;
-use super::{Model, OfTokens, Parts, bounds_of, parts};
+use super::matrix::{Balls2, Operand};
+use super::pass::{OfTokens, Whole, whole};
+use super::{Model, bounds_of};
 use crate::engine::{Numerics, Output};
 use crate::error::{Error, Result};
 use crate::oracle::judge::Bounded;
@@ -35,6 +36,16 @@ pub fn layer_beside(
     propagate_beside(problem, shared, routing, numerics, Measure::Worst)
 }
 
+/// The truth of both layers as an engine has it that takes gate rows for up rows.
+pub(crate) fn swapped_beside(
+    problem: &Problem<'_, f64>,
+    shared: &Problem<'_, f64>,
+    routing: &Routing,
+    numerics: &Numerics,
+) -> Result<BTreeMap<Output, Bounded>> {
+    beside(problem, shared, routing, (numerics, Measure::Midpoint), true)
+}
+
 /// Balls of every result of both layers, radii joined by `measure`.
 pub(crate) fn propagate_beside(
     problem: &Problem<'_, f64>,
@@ -43,6 +54,16 @@ pub(crate) fn propagate_beside(
     numerics: &Numerics,
     measure: Measure,
 ) -> Result<BTreeMap<Output, Bounded>> {
+    beside(problem, shared, routing, (numerics, measure), false)
+}
+
+fn beside(
+    problem: &Problem<'_, f64>,
+    shared: &Problem<'_, f64>,
+    routing: &Routing,
+    (numerics, measure): (&Numerics, Measure),
+    swapped: bool,
+) -> Result<BTreeMap<Output, Bounded>> {
     let every_token = match shared.gating() {
         Gating::Given { routing, .. } if routing.routed() == shared.t() && shared.e() == 1 => routing,
         _ => return Err(Error::size("the experts of a shared layer", shared.e(), "one is given every token")),
@@ -50,10 +71,13 @@ pub(crate) fn propagate_beside(
     if shared.x().dim() != problem.x().dim() {
         return Err(Error::shape("x of the shared expert", problem.x().shape(), shared.x().shape(), "x of the layer"));
     }
-    let model = Model::new(problem, routing, numerics, measure);
-    let beside = Model::new(shared, every_token, numerics, measure);
-    let (mut bounds, OfTokens { o, dx_of_experts, dx_of_router }) = whole(&model)?;
-    let (of_shared, OfTokens { o: o_of_shared, .. }) = whole(&beside)?;
+    let mut model = Model::new(problem, routing, numerics, measure);
+    let mut beside = Model::new(shared, every_token, numerics, measure);
+    if swapped {
+        (model, beside) = (model.taking_gate_for_up(), beside.taking_gate_for_up());
+    }
+    let (mut bounds, OfTokens { o, dx_of_experts, dx_of_router }) = all_of(&model)?;
+    let (of_shared, OfTokens { o: o_of_shared, .. }) = all_of(&beside)?;
     let arithmetic = &model.arithmetic;
     let (Some(o), Some(o_of_shared), Some(dx_of_experts)) = (o, o_of_shared, dx_of_experts) else {
         return Err(Error::internal("a layer has o and dx"));
@@ -97,9 +121,9 @@ pub(crate) fn propagate_beside(
 }
 
 /// Every result of one layer, but for o and dx as their parts.
-fn whole(model: &Model<'_, '_>) -> Result<(BTreeMap<Output, Bounded>, OfTokens)> {
-    let Parts { found, mut kernels } = parts(std::slice::from_ref(model), &|_| true)?;
-    let of_tokens = kernels.pop().ok_or_else(|| Error::internal("a layer has kernels"))?;
+fn all_of(model: &Model<'_, '_>) -> Result<(BTreeMap<Output, Bounded>, OfTokens)> {
+    let Whole { found, mut of_tokens } = whole(std::slice::from_ref(model), &|_| true)?;
+    let of_tokens = of_tokens.pop().ok_or_else(|| Error::internal("a layer has kernels"))?;
     Ok((bounds_of(found)?, of_tokens))
 }
 
@@ -115,5 +139,5 @@ fn through_half(model: &Model<'_, '_>, dh: &Bounded, half: usize) -> Balls2 {
         }
     });
     let w1 = model.w1(crate::shape::ExpertId(0));
-    arithmetic.matrix_product(&dh, w1, None).rounded(arithmetic, &arithmetic.storage)
+    arithmetic.matrix_product(dh.operand(), Operand::exact(w1), None).rounded(arithmetic, &arithmetic.storage)
 }

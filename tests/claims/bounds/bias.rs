@@ -7,11 +7,11 @@ use half::{bf16, f16};
 use ndarray::{ArrayD, Axis};
 use proptest::prelude::*;
 use sonicmoe::case::strategy::any_case;
-use sonicmoe::case::{Case, Scale};
+use sonicmoe::case::{Case, Pairing, Scale};
 use sonicmoe::engine::{Numerics, Output, Results, Stored};
 use sonicmoe::oracle::bias::{Bias, Twin};
 use sonicmoe::oracle::{bound, judge};
-use sonicmoe::problem::Problem;
+use sonicmoe::problem::{Biases, Gating, Problem};
 use sonicmoe::routing::Routing;
 use sonicmoe::sonic::cpu::CpuEngine;
 use sonicmoe::{DType, Element, Engine, Record, run};
@@ -205,4 +205,21 @@ fn a_number_that_is_none_is_no_small_bias() {
     stored.values[[5, 5]] = f64::NAN;
     let whole = twin.signed(Output::O, &stored).unwrap()[0].1;
     assert!(whole.beta.is_nan() && !whole.passes());
+}
+
+/// Scores that a sigmoid far below 0 gives: every number of db2 is below half the smallest f16, and the
+/// engine is right to store 0 throughout.
+#[test]
+fn numbers_that_all_underflow_are_no_bias() {
+    let case = Case::new("64,8,8,2,1".parse().unwrap()).with_biases().with_pairing(Pairing::TopK);
+    let drawn = case.problem::<f16>().unwrap();
+    let Gating::Given { routing, scores } = drawn.gating() else { panic!("pairs are given") };
+    let gating = Gating::Given { routing: routing.clone(), scores: vec![1e-10; scores.len()] };
+    let biases = drawn.biases().map(Biases::borrowed);
+    let problem =
+        Problem::new(drawn.x(), drawn.w1(), drawn.w2(), biases, gating, drawn.activation(), drawn.dout()).unwrap();
+    let engine = CpuEngine::<f32>::default();
+    let outcome = run(&engine, &problem, Record::Results).unwrap();
+    assert!(outcome.results[&Output::Db2].values.iter().all(|&value| value == 0.0));
+    no_bias(&problem.widen(), &outcome.routing, &outcome.results, &Engine::<f16>::numerics(&engine)).unwrap();
 }

@@ -1,0 +1,251 @@
+//! Wrong results that try to pass, piece by piece.
+
+use super::bias::{Leaning, TwinPiece};
+use super::judge::compare;
+use crate::element::DType;
+
+/// An impostor nearer to the truth than this, relative to the largest number, is the truth.
+const SAME: f64 = 1e-9;
+
+pub(super) const ZEROS: &str = "zeros";
+pub(super) const CONSTANT: &str = "a constant";
+pub(super) const FLIPPED: &str = "the sign flipped";
+const SHIFTED: &str = "rows shifted by one";
+
+/// Some indices of a result's first axis, numbers in row-major order.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Piece<'p> {
+    pub(crate) truth: &'p [f64],
+    pub(crate) bound: &'p [f64],
+    /// By which bias is judged, if it is.
+    pub(crate) twin: Option<TwinPiece<'p>>,
+    /// Known wrong results, the same ones in every piece.
+    pub(crate) others: &'p [(&'static str, &'p [f64])],
+}
+
+impl Piece<'_> {
+    /// Places `from` to `to`; of what is shifted against them nothing is known.
+    fn part(&self, from: usize, to: usize) -> Piece<'_> {
+        let twin = self.twin.map(|TwinPiece { truth, random, systematic }| TwinPiece {
+            truth: &truth[from..to],
+            random: &random[from..to],
+            systematic: &systematic[from..to],
+        });
+        Piece { truth: &self.truth[from..to], bound: &self.bound[from..to], twin, others: &[] }
+    }
+
+    /// What a correct engine's errors may lean towards: a kernel that shrinks its result to 0, and the known
+    /// wrong results.
+    fn directions(&self) -> usize {
+        1 + self.others.len()
+    }
+}
+
+/// The impostors of one result.
+pub(crate) struct Impostors {
+    dtype: DType,
+    /// Indices of the first axis, and elements of one.
+    first: usize,
+    of_first: usize,
+    seen: usize,
+    candidates: Vec<Candidate>,
+    /// The bias of the right result, of which nothing has been seen yet.
+    unbiased: Vec<Leaning>,
+    /// The value of the constant: the root mean square of the first piece that is not 0.
+    pub(super) constant: Option<f64>,
+    /// The largest |truth|.
+    scale: f64,
+    /// The truth of the first index.
+    head: Vec<f64>,
+    /// The last index seen, while rows shifted by one may pass.
+    last: Option<Last>,
+}
+
+/// One index, kept until the next is there.
+struct Last {
+    truth: Vec<f64>,
+    bound: Vec<f64>,
+    twin: Option<[Vec<f64>; 3]>,
+    others: Vec<(&'static str, Vec<f64>)>,
+}
+
+/// One wrong result.
+struct Candidate {
+    name: &'static str,
+    /// Whether it has been within the bound throughout.
+    within: bool,
+    /// How far it is from the truth.
+    farthest: f64,
+    /// Its biases, by direction.
+    leanings: Vec<Leaning>,
+}
+
+impl Impostors {
+    /// Of a result of this shape, stored in `dtype`, which bias does not judge.
+    pub(crate) fn new(dtype: DType, shape: &[usize]) -> Self {
+        let first = shape.first().copied().unwrap_or(1);
+        let of_first = shape.iter().skip(1).product();
+        let (candidates, unbiased, head) = (Vec::new(), Vec::new(), Vec::new());
+        Self { dtype, first, of_first, seen: 0, candidates, unbiased, constant: None, scale: 0.0, head, last: None }
+    }
+
+    /// The same where bias judges; `leaning` has seen nothing yet.
+    pub(crate) fn judged_by(self, leaning: Leaning, directions: usize) -> Self {
+        Self { unbiased: vec![leaning; directions], ..self }
+    }
+
+    /// Looks at the next indices. Most impostors fail within a few elements, and then cost nothing.
+    pub(crate) fn look(&mut self, piece: &Piece<'_>) {
+        if self.candidates.is_empty() {
+            self.begin(piece);
+        }
+        if piece.truth.is_empty() || !self.candidates.iter().any(|candidate| candidate.within) {
+            return;
+        }
+        let truth = piece.truth;
+        self.scale = truth.iter().fold(self.scale, |largest, value| largest.max(value.abs()));
+        if self.constant.is_none() {
+            let rms = (truth.iter().map(|value| value * value).sum::<f64>() / truth.len() as f64).sqrt();
+            self.constant = (rms > 0.0).then_some(rms);
+        }
+        if self.seen == 0 {
+            self.head = truth[..self.of_first].to_vec();
+        }
+        let constant = self.constant.unwrap_or(1.0);
+        let mut candidates = std::mem::take(&mut self.candidates);
+        for candidate in candidates.iter_mut().filter(|candidate| candidate.within) {
+            match candidate.name {
+                ZEROS => candidate.try_on(self.dtype, piece, piece.others, |_| 0.0),
+                CONSTANT => candidate.try_on(self.dtype, piece, piece.others, |_| constant),
+                FLIPPED => candidate.try_on(self.dtype, piece, piece.others, |at| -truth[at]),
+                SHIFTED => self.shift(candidate, piece),
+                other => match piece.others.iter().find(|(name, _)| *name == other) {
+                    Some((_, values)) => candidate.try_on(self.dtype, piece, piece.others, |at| values[at]),
+                    None => candidate.within = false,
+                },
+            }
+        }
+        self.candidates = candidates;
+        self.seen += truth.len() / self.of_first.max(1);
+    }
+
+    fn begin(&mut self, piece: &Piece<'_>) {
+        let shifted = (self.first > 1).then_some(SHIFTED);
+        let names =
+            [ZEROS, CONSTANT, FLIPPED].into_iter().chain(shifted).chain(piece.others.iter().map(|(name, _)| *name));
+        debug_assert!(self.unbiased.is_empty() || self.unbiased.len() == piece.directions());
+        let leanings = &self.unbiased;
+        let candidate = |name| Candidate { name, within: true, farthest: 0.0, leanings: leanings.clone() };
+        self.candidates = names.map(candidate).collect();
+    }
+
+    /// Row i of the impostor is row i + 1 of the truth.
+    fn shift(&mut self, candidate: &mut Candidate, piece: &Piece<'_>) {
+        let (row, truth) = (self.of_first, piece.truth);
+        if let Some(last) = self.last.take() {
+            candidate.follow(self.dtype, &last, &truth[..row]);
+        }
+        let before_last = truth.len() - row;
+        let others: Vec<(&'static str, &[f64])> =
+            piece.others.iter().map(|(name, values)| (*name, &values[..before_last])).collect();
+        candidate.try_on(self.dtype, &piece.part(0, before_last), &others, |at| truth[at + row]);
+        if candidate.within {
+            let kept = |values: &[f64]| values[before_last..].to_vec();
+            self.last = Some(Last {
+                truth: kept(truth),
+                bound: kept(piece.bound),
+                twin: piece.twin.map(|twin| [twin.truth, twin.random, twin.systematic].map(kept)),
+                others: piece.others.iter().map(|(name, values)| (*name, kept(values))).collect(),
+            });
+        }
+    }
+
+    /// Those that pass: within the bound throughout, unbiased, and not the truth.
+    pub(crate) fn finish(mut self) -> Vec<&'static str> {
+        let (last, dtype, scale) = (self.last.take(), self.dtype, self.scale);
+        let shifted = self.candidates.iter_mut().find(|candidate| candidate.name == SHIFTED);
+        if let (Some(last), Some(shifted)) = (last, shifted) {
+            shifted.follow(dtype, &last, &self.head);
+        }
+        let passing = self.candidates.into_iter().filter(|candidate| {
+            candidate.within && candidate.farthest > SAME * scale && biases(&candidate.leanings).next().is_none()
+        });
+        passing.map(|candidate| candidate.name).collect()
+    }
+}
+
+impl Candidate {
+    /// Whether these values, once stored, are within the bound, and where they lean to.
+    fn try_on(
+        &mut self,
+        dtype: DType,
+        piece: &Piece<'_>,
+        others: &[(&'static str, &[f64])],
+        value: impl Fn(usize) -> f64 + Sync,
+    ) {
+        let mut farthest = self.farthest;
+        self.within = piece.truth.iter().zip(piece.bound).enumerate().all(|(at, (&truth, &bound))| {
+            let value = value(at);
+            farthest = farthest.max((value - truth).abs());
+            compare(dtype.round(value), truth, bound, dtype.largest()).is_none_or(|(error, _)| error <= bound)
+        });
+        self.farthest = farthest;
+        if let (true, Some(twin)) = (self.within, &piece.twin) {
+            let stored: Vec<f64> = (0..piece.truth.len()).map(|at| dtype.round(value(at))).collect();
+            lean(&mut self.leanings, &stored, twin, others);
+        }
+    }
+
+    /// The same for one index whose values are `next`.
+    fn follow(&mut self, dtype: DType, last: &Last, next: &[f64]) {
+        let twin = last.twin.as_ref().map(|[truth, random, systematic]| TwinPiece { truth, random, systematic });
+        let others: Vec<(&'static str, &[f64])> =
+            last.others.iter().map(|(name, values)| (*name, values.as_slice())).collect();
+        let piece = Piece { truth: &last.truth, bound: &last.bound, twin, others: &[] };
+        self.try_on(dtype, &piece, &others, |at| next[at]);
+    }
+}
+
+/// Looks for bias in a piece: towards 0, and towards each of `others`.
+pub(crate) fn lean(leanings: &mut [Leaning], values: &[f64], twin: &TwinPiece<'_>, others: &[(&'static str, &[f64])]) {
+    let Some((to_zero, to_others)) = leanings.split_first_mut() else { return };
+    to_zero.look(values, twin, |_| 0.0);
+    for (leaning, (_, wrong)) in to_others.iter_mut().zip(others) {
+        leaning.look(values, twin, |at| wrong[at]);
+    }
+}
+
+/// The biases that a correct engine does not have, by direction.
+pub(crate) fn biases(leanings: &[Leaning]) -> impl Iterator<Item = (usize, super::bias::Bias)> {
+    let each = leanings.iter().enumerate().filter_map(|(direction, leaning)| Some((direction, leaning.bias()?)));
+    each.filter(|(_, bias)| !bias.passes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Three rows of two, and a bound that some impostors are within.
+    fn passing(bound: [f64; 6], ends: &[usize]) -> Vec<&'static str> {
+        let (truth, swapped) = ([1.0, -2.0, 1.5, -1.0, 0.5, -1.5], [1.0, -2.0, 1.25, -1.0, 0.5, -1.5]);
+        let mut impostors = Impostors::new(DType::F32, &[3, 2]);
+        for ends in ends.windows(2) {
+            let piece = ends[0]..ends[1];
+            let (truth, bound) = (&truth[piece.clone()], &bound[piece.clone()]);
+            impostors.look(&Piece { truth, bound, twin: None, others: &[("swapped", &swapped[piece.clone()])] });
+        }
+        impostors.finish()
+    }
+
+    #[test]
+    fn impostors_pass_piece_by_piece_as_they_pass_at_once() {
+        // The last row shifts into the first.
+        let (shifts, not_around) = ([0.5, 1.0, 1.0, 0.5, 0.5, 0.5], [0.5, 1.0, 1.0, 0.5, 0.25, 0.5]);
+        for ends in [&[0, 6][..], &[0, 2, 6], &[0, 2, 2, 4, 6]] {
+            assert_eq!(passing([2.0; 6], ends), [ZEROS, SHIFTED, "swapped"], "{ends:?}");
+            assert_eq!(passing(shifts, ends), [SHIFTED, "swapped"], "{ends:?}");
+            assert_eq!(passing(not_around, ends), ["swapped"], "{ends:?}");
+            assert_eq!(passing([0.125; 6], ends), [""; 0], "{ends:?}");
+        }
+    }
+}

@@ -1,0 +1,222 @@
+//! The judgement of a result that nobody holds whole: piece by piece.
+
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use super::{Judgement, Worst, compare};
+use crate::element::DType;
+use crate::engine::Output;
+use crate::oracle::cluster::{Tally, axes, coordinates};
+use crate::oracle::heat::HeatMap;
+use crate::oracle::median::Median;
+
+/// One result on its way to its judgement, piece by piece.
+pub(crate) struct Judging {
+    places: Places,
+    largest: f64,
+    seen: Seen,
+    bounds: Median,
+}
+
+impl Judging {
+    /// Of a result of this shape, place i of whose axis 1 is to be reported as place `axis_1[i]`.
+    pub(crate) fn new(output: Output, dtype: DType, shape: &[usize], axis_1: Option<Vec<usize>>) -> Self {
+        let places = Places { output, shape: shape.to_vec(), axis_1 };
+        let seen = places.unseen();
+        let bounds = Median::of(shape.iter().product());
+        Self { places, largest: dtype.largest(), seen, bounds }
+    }
+
+    /// Looks at the elements from `place` on, in row-major order; the pieces of a result begin and end with
+    /// lines of its last axis.
+    pub(crate) fn look(&mut self, place: usize, values: &[f64], truth: &[f64], bound: &[f64]) {
+        let Self { places, largest, seen, bounds } = self;
+        let numbers = Numbers { from: place, values, truth, bound, largest: *largest };
+        let width = places.width();
+        let piece = width * (PIECE / width).max(1);
+        let pieces: Vec<Range<usize>> =
+            (0..truth.len()).step_by(piece).map(|from| from..truth.len().min(from + piece)).collect();
+        let (all, of_bounds): (Vec<Seen>, Vec<Median>) = pieces
+            .into_par_iter()
+            .map(|range| {
+                let mut of_piece = bounds.empty();
+                let judged = truth[range.clone()].iter().zip(&bound[range.clone()]);
+                let judged = judged.filter(|(truth, bound)| truth.abs() + **bound <= *largest);
+                of_piece.extend(judged.map(|(_, bound)| bound.abs()));
+                (numbers.see(range, places), of_piece)
+            })
+            .unzip();
+        // In their order, whatever the number of threads.
+        all.into_iter().for_each(|piece| seen.join(piece));
+        of_bounds.into_iter().for_each(|piece| bounds.join(piece));
+    }
+
+    /// Whether an element has failed.
+    pub(crate) fn fails(&self) -> bool {
+        self.seen.tally.failing() > 0
+    }
+
+    /// What all pieces together have come to.
+    pub(crate) fn finish(self) -> Judgement {
+        let Self { places, seen, bounds, .. } = self;
+        let Seen { judged, largest_error, floor, squares, worst, tally, heat } = seen;
+        let rms = (squares / judged as f64).sqrt();
+        let elements = places.shape.iter().product();
+        Judgement {
+            output: places.output,
+            elements,
+            skipped: elements - judged,
+            failing: tally.failing(),
+            worst: worst.map(|Extreme { ratio, place, value, reference, bound, .. }| Worst {
+                at: places.coordinates(place),
+                value,
+                reference,
+                bound,
+                ratio,
+            }),
+            largest_error,
+            floor,
+            median_bound_over_rms: bounds.value() / rms,
+            clusters: tally.clusters(places.output),
+            heat,
+        }
+    }
+}
+
+/// Elements that are looked at in one go.
+const PIECE: usize = 1 << 18;
+
+/// Values, truth and bound of the elements from a place on, in row-major order.
+struct Numbers<'n> {
+    from: usize,
+    values: &'n [f64],
+    truth: &'n [f64],
+    bound: &'n [f64],
+    largest: f64,
+}
+
+/// What the places of a result are called.
+struct Places {
+    output: Output,
+    shape: Vec<usize>,
+    axis_1: Option<Vec<usize>>,
+}
+
+impl Places {
+    fn width(&self) -> usize {
+        self.shape.last().copied().unwrap_or(1).max(1)
+    }
+
+    fn coordinates(&self, place: usize) -> Vec<usize> {
+        let mut at = coordinates(place, &self.shape);
+        if let (Some(axis_1), Some(at)) = (&self.axis_1, at.get_mut(1)) {
+            *at = axis_1[*at];
+        }
+        at
+    }
+
+    fn unseen(&self) -> Seen {
+        Seen {
+            judged: 0,
+            largest_error: 0.0,
+            floor: f64::INFINITY,
+            squares: 0.0,
+            worst: None,
+            tally: Tally::new(&self.shape),
+            heat: map_of(self.output, &self.shape),
+        }
+    }
+}
+
+/// What some elements have shown.
+struct Seen {
+    judged: usize,
+    largest_error: f64,
+    floor: f64,
+    squares: f64,
+    worst: Option<Extreme>,
+    tally: Tally,
+    heat: HeatMap,
+}
+
+/// The worst element so far.
+#[derive(Clone, Copy)]
+struct Extreme {
+    ratio: f64,
+    error: f64,
+    place: usize,
+    value: f64,
+    reference: f64,
+    bound: f64,
+}
+
+impl Seen {
+    fn join(&mut self, later: Self) {
+        self.judged += later.judged;
+        self.largest_error = self.largest_error.max(later.largest_error);
+        self.floor = self.floor.min(later.floor);
+        self.squares += later.squares;
+        if let Some(worst) = later.worst {
+            self.meet(worst);
+        }
+        self.tally.join(&later.tally);
+        self.heat.join(&later.heat);
+    }
+
+    fn meet(&mut self, other: Extreme) {
+        if self.worst.is_none_or(|worst| (other.ratio, other.error) > (worst.ratio, worst.error)) {
+            self.worst = Some(other);
+        }
+    }
+}
+
+impl Numbers<'_> {
+    /// Judges a range of whole lines along the last axis.
+    fn see(&self, range: Range<usize>, places: &Places) -> Seen {
+        let mut seen = places.unseen();
+        let width = places.width();
+        let named = |column: usize| match &places.axis_1 {
+            Some(axis_1) if places.shape.len() == 2 => axis_1[column],
+            _ => column,
+        };
+        let bins: Vec<usize> = (0..width).map(|column| seen.heat.bin(1, named(column))).collect();
+        // The first index of a line is its number over the lines in one.
+        let lines_of_first = match places.shape[..] {
+            [_, ref middle @ .., _] => middle.iter().product::<usize>().max(1),
+            _ => 1,
+        };
+        for line in range.step_by(width) {
+            // A vector is one line.
+            let first = if places.shape.len() < 2 { 0 } else { (self.from + line) / width / lines_of_first };
+            let bin = seen.heat.bin(0, first);
+            for (column, &column_bin) in bins.iter().enumerate() {
+                let here = line + column;
+                let (value, truth, bound) = (self.values[here], self.truth[here], self.bound[here]);
+                let Some((error, ratio)) = compare(value, truth, bound, self.largest) else { continue };
+                seen.judged += 1;
+                seen.squares += truth * truth;
+                if truth != 0.0 {
+                    seen.floor = seen.floor.min(bound / truth.abs());
+                }
+                seen.heat.raise([bin, column_bin], ratio);
+                seen.largest_error = seen.largest_error.max(error);
+                let place = self.from + here;
+                seen.meet(Extreme { ratio, error, place, value, reference: truth, bound });
+                if error > bound {
+                    seen.tally.fail(&places.coordinates(place));
+                }
+            }
+        }
+        seen
+    }
+}
+
+/// An empty map over the first axis and the last; a vector is one row.
+fn map_of(output: Output, shape: &[usize]) -> HeatMap {
+    match (axes(output), shape) {
+        ([first, .., last], [rows, .., columns]) => HeatMap::new([*first, *last], [*rows, *columns]),
+        ([only, ..], _) => HeatMap::new(["", *only], [1, shape.iter().product()]),
+        ([], _) => HeatMap::new(["", ""], [1, shape.iter().product()]),
+    }
+}
