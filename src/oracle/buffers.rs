@@ -161,10 +161,93 @@ pub fn fingerprint<S: Element>(problem: &Problem<'_, S>) -> u64 {
         Gating::Router(router) => {
             add(&mut router.w.iter());
             router.b.iter().for_each(|b| add(&mut b.iter()));
+            router.selection_bias.iter().for_each(|bias| add(&mut bias.iter()));
         }
         Gating::Given { scores, .. } => {
             scores.iter().for_each(|score| score.to_f64().to_bits().hash(&mut hasher));
         }
     }
     hasher.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::case::{Case, Load, Pairing};
+    use crate::problem::Biases;
+    use crate::routing::{Convention, GroupedSigmoid};
+    use ndarray::{CowArray, Dimension};
+
+    /// The tensor with the last bit of its last number turned, if it is the `target` among those counted.
+    fn turned<D: Dimension>(
+        tensor: &CowArray<'_, f64, D>,
+        counted: &mut usize,
+        target: usize,
+    ) -> CowArray<'static, f64, D> {
+        let mut values = tensor.to_owned();
+        if *counted == target {
+            let last = values.iter_mut().last().unwrap();
+            *last = f64::from_bits(last.to_bits() ^ 1);
+        }
+        *counted += 1;
+        values.into()
+    }
+
+    /// The problem with one bit of one input turned, and how many inputs there are.
+    fn with_one_turned(problem: &Problem<'_, f64>, target: usize) -> (Problem<'static, f64>, usize) {
+        let mut counted = 0;
+        let x = turned(&problem.x().into(), &mut counted, target);
+        let w1 = turned(&problem.w1().into(), &mut counted, target);
+        let w2 = turned(&problem.w2().into(), &mut counted, target);
+        let dout = turned(&problem.dout().into(), &mut counted, target);
+        let biases = problem.biases().map(|Biases { b1, b2 }| Biases {
+            b1: turned(b1, &mut counted, target),
+            b2: turned(b2, &mut counted, target),
+        });
+        let gating = match problem.gating() {
+            Gating::Router(router) => {
+                let mut of_router = router.map(|value| value);
+                of_router.w = turned(&router.w, &mut counted, target);
+                of_router.b = router.b.as_ref().map(|b| turned(b, &mut counted, target));
+                let bias = router.selection_bias.as_ref();
+                of_router.selection_bias = bias.map(|bias| turned(bias, &mut counted, target));
+                Gating::Router(of_router)
+            }
+            Gating::Given { routing, scores } => {
+                let scores = turned(&ndarray::ArrayView1::from(&scores[..]).into(), &mut counted, target);
+                Gating::Given { routing: routing.clone(), scores: scores.to_vec() }
+            }
+        };
+        (Problem::new(x, w1, w2, biases, gating, problem.activation(), dout).unwrap(), counted)
+    }
+
+    #[test]
+    fn a_kernel_may_write_the_elements_of_its_result_and_no_other() {
+        for length in [0, 1, 5] {
+            for poison in [Poison::Nan, Poison::Finite] {
+                let mut guarded = Guarded::<f64>::new(Output::O, length, poison);
+                assert_eq!((guarded.payload().len(), guarded.payload_mut().len()), (length, length));
+                let poisoned = |value: &f64| value.is_nan() == (poison == Poison::Nan);
+                assert!(guarded.payload_mut().iter().all(poisoned));
+                guarded.payload_mut().fill(2.0);
+                assert!(guarded.payload().iter().all(|&value| value == 2.0) && guarded.strays().is_none());
+            }
+        }
+    }
+
+    #[test]
+    fn one_bit_of_any_input_changes_the_fingerprint() {
+        let groups = GroupedSigmoid { groups: 2, kept: 1, renormalized: true, factor: 1.0 };
+        let router = Pairing::Router { convention: Convention::GroupedSigmoid(groups), load: Load::Biased };
+        for (pairing, inputs) in [(router, 9), (Pairing::TopK, 7)] {
+            let case = Case::new("5,8,4,4,2".parse().unwrap()).with_biases().with_pairing(pairing);
+            let problem = case.problem::<f64>().unwrap();
+            let (same, counted) = with_one_turned(&problem, inputs);
+            assert_eq!((fingerprint(&same), counted), (fingerprint(&problem), inputs));
+            for target in 0..inputs {
+                let (changed, _) = with_one_turned(&problem, target);
+                assert_ne!(fingerprint(&changed), fingerprint(&problem), "input {target}");
+            }
+        }
+    }
 }
