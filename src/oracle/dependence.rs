@@ -91,8 +91,25 @@ mod tests {
     }
 
     #[test]
+    fn two_numbers_tell_a_line_and_one_does_not() {
+        let lines = ndarray::arr2(&[[1.0, 2.0], [3.0, 1.0], [-2.0, -4.0]]);
+        assert_eq!(equal(lines.axis_iter(Axis(0)).collect(), false), Some((0, 2)));
+        assert_eq!(equal(lines.slice(s![.., ..1]).axis_iter(Axis(0)).collect(), true), None);
+    }
+
+    #[test]
     fn drawn_data_repeat_nothing() {
         assert_eq!(with(|_, _, _| {}), None);
+    }
+
+    /// Lines of zeros have no error that could add up; two tokens of zeros are one token twice, though.
+    #[test]
+    fn lines_of_zeros_repeat_nothing_but_tokens_of_zeros_do() {
+        assert_eq!(with(|_, _, dout| dout.slice_mut(s![3..5, ..]).fill(0.0)), None);
+        assert_eq!(with(|_, _, dout| dout.slice_mut(s![.., 3..5]).fill(0.0)), None);
+        assert_eq!(with(|_, w1, _| w1.slice_mut(s![1, 3..5, ..]).fill(0.0)), None);
+        let zeros = with(|x, _, _| x.slice_mut(s![3..5, ..]).fill(0.0));
+        assert_eq!(zeros.unwrap(), "x of tokens 3 and 4 are equal");
     }
 
     #[test]

@@ -138,10 +138,22 @@ mod tests {
     }
 
     #[test]
+    fn the_norm_of_the_difference_is_over_the_larger_norm_of_both() {
+        let of = |values: &[f32]| Stored::of(&arr1(values));
+        for (a, b) in [([3.0, 4.0], [3.0, 0.0]), ([3.0, 0.0], [3.0, 4.0])] {
+            let found = Difference::between(&of(&a), &of(&b)).unwrap();
+            assert_eq!((found.relative_l2, found.differing), (0.8, 1));
+            assert_eq!(found.largest.unwrap(), Largest { a: f64::from(a[1]), b: f64::from(b[1]), at: vec![1] });
+        }
+    }
+
+    #[test]
     fn a_difference_within_both_bounds_has_a_ratio_of_at_most_one() {
         let of = |values: &[f64]| arr1(values).into_dyn();
         assert_eq!(largest_ratio(&of(&[1.0, 2.0]), &of(&[1.5, 2.0]), &of(&[0.5, 0.0])), 1.0);
         assert_eq!(largest_ratio(&of(&[f64::NAN]), &of(&[1.0]), &of(&[1.0])), f64::INFINITY);
         assert_eq!(largest_ratio(&of(&[3.0]), &of(&[1.0]), &of(&[f64::INFINITY])), 0.0);
+        assert_eq!(largest_ratio(&of(&[f64::NAN]), &of(&[1.0]), &of(&[f64::INFINITY])), 0.0);
+        assert_eq!(largest_ratio(&of(&[f64::NAN]), &of(&[f64::NAN]), &of(&[1.0])), 0.0);
     }
 }

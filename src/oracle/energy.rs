@@ -72,6 +72,7 @@ mod tests {
 
     use super::*;
     use crate::case::Case;
+    use crate::element::DType;
     use crate::engine::{Engine, Record, run};
     use crate::oracle::bound;
     use crate::sonic::cpu::CpuEngine;
@@ -103,6 +104,30 @@ mod tests {
         assert!(!screened(|values| values.mapv_inplace(|v| -v)).into_iter().any(|passes| passes), "the sign");
         let nan = |values: &mut ArrayD<f64>| *values.iter_mut().next().unwrap() = f64::NAN;
         assert!(!screened(nan).into_iter().any(|passes| passes), "one NaN");
+    }
+
+    fn of_constants(value: f64, bound: f64) -> Screen {
+        let all = |value| ArrayD::from_elem(vec![3], value);
+        screen(&Stored { dtype: DType::F32, values: all(value) }, &Bounded { truth: all(0.0), bound: all(bound) })
+    }
+
+    #[test]
+    fn where_the_truth_is_zero_only_zeros_pass_unless_the_bound_leaves_room() {
+        assert_eq!(of_constants(0.0, 0.0), Screen { difference: 0.0, limit: 0.0 });
+        assert!(of_constants(0.0, 0.0).passes() && !of_constants(1e-30, 0.0).passes());
+        assert_eq!(of_constants(1e-30, 0.0), Screen { difference: 1.0, limit: 0.0 });
+        assert!(of_constants(0.0, 2.0).passes() && of_constants(1.0, 2.0).passes());
+    }
+
+    #[test]
+    fn a_result_of_another_shape_fails() {
+        let values = |length| ArrayD::from_elem(vec![length], 1.0);
+        let stored = Stored { dtype: DType::F32, values: values(2) };
+        for (truth, bound) in [(3, 3), (3, 2), (2, 3)] {
+            let screen = screen(&stored, &Bounded { truth: values(truth), bound: values(bound) });
+            assert!(screen.difference.is_nan() && screen.limit == 0.0 && !screen.passes());
+        }
+        assert!(screen(&stored, &Bounded { truth: values(2), bound: values(2) }).passes());
     }
 
     #[test]

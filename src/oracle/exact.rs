@@ -425,4 +425,17 @@ mod tests {
         let error = product("o", narrow.view(), narrow.t(), None).unwrap_err().to_string();
         assert!(error.contains("`o` at [0, 0] is outside the exact regime"), "{error}");
     }
+
+    /// (1 + 2⁻¹¹)² is in units of 2⁻²², of which it has 2²² and a few: two such terms are 2²³.
+    #[test]
+    fn the_unit_of_a_product_is_the_product_of_the_units() {
+        let terms = |count: usize| Array2::from_elem((1, count), 1.0 + libm::exp2(-11.0));
+        assert!(product("o", terms(1).view(), terms(1).t(), None).is_ok());
+        assert!(product("o", terms(2).view(), terms(2).t(), None).is_err());
+        // A bias is a term too, and its unit counts.
+        let bias = |value: f64| Array1::from_elem(1, value);
+        assert!(product("o", terms(1).view(), terms(1).t(), Some(bias(0.5).view())).is_ok());
+        assert!(product("o", terms(1).view(), terms(1).t(), Some(bias(1.0).view())).is_err());
+        assert!(product("o", terms(1).view(), terms(1).t(), Some(bias(libm::exp2(-23.0)).view())).is_err());
+    }
 }

@@ -139,6 +139,32 @@ mod tests {
         }
     }
 
+    /// T, d, n, E = 3, 5, 7, 2 and R = 4, without a gate and with one.
+    #[test]
+    fn the_last_element_of_every_buffer_has_the_largest_flat_index() {
+        for (activation, width) in [(Activation::Relu, 7), (Activation::SwiGlu, 14)] {
+            let indices = audit("3,5,7,2,1".parse().unwrap(), 4, activation, IndexType::I64);
+            let elements = |buffer: &str| match buffer {
+                "x" | "dout" | "o" | "dx" => 3 * 5,
+                "w1" | "dw1" => 2 * width * 5,
+                "w2" | "dw2" => 2 * 5 * 7,
+                "b1" | "db1" => 2 * width,
+                "b2" | "db2" => 2 * 5,
+                "h" | "dh" => 4 * width,
+                "a" | "a_prime" => 4 * 7,
+                "y" | "dx_expanded" => 4 * 5,
+                "ds" => 4,
+                "router_logits" => 3 * 2,
+                other => panic!("{other}"),
+            };
+            let flat: Vec<_> = indices.iter().filter(|index| index.of == "flat index").collect();
+            assert_eq!(flat.len(), 20);
+            for index in flat {
+                assert_eq!(index.value, elements(index.buffer) - 1, "{index}");
+            }
+        }
+    }
+
     #[test]
     fn a_flat_index_of_32_bits_is_found_too_small_where_it_is() {
         // a has 2³¹ elements, and the last of them the index 2³¹ − 1.

@@ -170,8 +170,9 @@ pub(crate) fn compare(value: f64, truth: f64, bound: f64, largest: f64) -> Optio
 
 #[cfg(test)]
 mod tests {
+    use super::pieces::PIECE;
     use super::*;
-    use ndarray::{Array2, arr1};
+    use ndarray::{Array1, Array2, arr1};
 
     fn judged(values: &[f32], truth: &[f64], bound: &[f64]) -> Judgement {
         let bounded = Bounded { truth: arr1(truth).into_dyn(), bound: arr1(bound).into_dyn() };
@@ -194,6 +195,14 @@ mod tests {
                 assert_eq!((beyond.skipped, beyond.failing), (1, 0));
                 assert!(judged(&[value], &[1.0], &[unknown]).passes());
             }
+        }
+    }
+
+    #[test]
+    fn where_nothing_is_judged_no_element_is_the_worst_and_the_ratio_is_zero() {
+        for judgement in [judged(&[], &[], &[]), judged(&[f32::NAN], &[f64::INFINITY], &[0.0])] {
+            assert_eq!((judgement.judged(), judgement.ratio(), judgement.worst.is_none()), (0, 0.0, true));
+            assert!(judgement.passes() && judgement.median_bound_over_rms.is_nan());
         }
     }
 
@@ -238,6 +247,24 @@ mod tests {
         assert!(whole.failing > 0 && (whole.median_bound_over_rms - pieces.median_bound_over_rms).abs() < 1e-12);
         let median_bound_over_rms = whole.median_bound_over_rms;
         assert_eq!(Judgement { median_bound_over_rms, ..pieces }, whole);
+    }
+
+    /// The worst element, the largest error and the smallest floor may lie in pieces of their own.
+    #[test]
+    fn what_is_worst_is_found_in_whichever_piece_it_lies() {
+        let count = 3 * PIECE;
+        for [worst, largest, floor] in [[0, 1, 2], [1, 2, 0], [2, 0, 1]].map(|pieces| pieces.map(|at| at * PIECE + 5)) {
+            let mut truth = Array1::ones(count);
+            let mut bound = Array1::from_elem(count, 0.5);
+            let mut values = truth.clone();
+            (values[worst], bound[worst]) = (1.75, 0.125);
+            (values[largest], bound[largest]) = (3.0, 1.0);
+            (truth[floor], values[floor], bound[floor]) = (16.0, 16.0, 0.25);
+            let bounded = Bounded { truth: truth.into_dyn(), bound: bound.into_dyn() };
+            let judgement = judge(Output::Ds, &Stored::of(&values), &bounded).unwrap();
+            assert_eq!(judgement.worst.as_ref().map(|worst| (worst.at[0], worst.ratio)), Some((worst, 6.0)));
+            assert_eq!((judgement.largest_error, judgement.floor, judgement.failing), (2.0, 0.25 / 16.0, 2));
+        }
     }
 
     #[test]

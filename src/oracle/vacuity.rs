@@ -165,6 +165,19 @@ mod tests {
     }
 
     #[test]
+    fn without_a_gate_there_is_none_to_swap() {
+        let case = crate::case::Case::new("5,8,4,3,2".parse().unwrap()).with_pairing(crate::case::Pairing::TopK);
+        let swapped = |activation| {
+            let problem = case.clone().with_activation(activation).problem::<f64>().unwrap();
+            let crate::Gating::Given { routing, .. } = problem.gating() else { panic!("given pairs") };
+            let numerics = crate::engine::Engine::<f64>::numerics(&crate::sonic::cpu::CpuEngine::<f64>::new());
+            gate_and_up_swapped(&problem, None, routing, &numerics, &|_| true).unwrap()
+        };
+        assert!(swapped(crate::Activation::Relu).is_empty());
+        assert!(swapped(crate::Activation::SwiGlu).contains_key(&Output::Dw1));
+    }
+
+    #[test]
     fn the_truth_itself_is_no_impostor() {
         let zeros = ArrayD::zeros(vec![3, 2]);
         let bounded = Bounded { truth: zeros.clone(), bound: zeros.clone() };

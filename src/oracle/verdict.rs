@@ -77,3 +77,19 @@ impl From<&Error> for Verdict {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// 0 pass · 4 incomplete · 3 vacuous · 1 numeric · 2 contract · 5 internal, the mildest first.
+    #[test]
+    fn the_worst_verdict_wins_and_each_has_its_exit_code() {
+        use Verdict::{ContractViolated, Incomplete, InternalError, NumericFailure, Pass, Vacuous};
+        let from_mild = [Pass, Incomplete, Vacuous, NumericFailure, ContractViolated, InternalError];
+        assert_eq!(from_mild.map(Verdict::code), [0, 4, 3, 1, 2, 5]);
+        assert!(from_mild.is_sorted());
+        let names = from_mild.map(Verdict::name);
+        assert_eq!(names, ["PASS", "INCOMPLETE", "VACUOUS", "FAIL", "CONTRACT VIOLATED", "INTERNAL ERROR"]);
+    }
+}

@@ -221,6 +221,22 @@ fn a_number_that_h_cannot_hold_is_refused_in_any_row() {
     }
 }
 
+/// A power of two as a factor of dO changes exponents alone: bf16 has them all. In f16 the sums over tokens are
+/// the first to leave the range.
+#[test]
+fn a_number_beyond_the_range_of_the_type_is_refused() {
+    let p = problem::<f64>(&case("20,16,24,3,1"));
+    let of_exponent = |exponent: i32, storage: DType| {
+        let dout = p.dout().mapv(|value| libm::ldexp(value, exponent));
+        let scaled = Problem::new(p.x(), p.w1(), p.w2(), None, p.gating().borrowed(), p.activation(), dout).unwrap();
+        expected(&scaled, storage)
+    };
+    assert!((0..20).all(|exponent| of_exponent(exponent, DType::BF16).is_ok()));
+    let first = (0..20).find_map(|exponent| of_exponent(exponent, DType::F16).err());
+    let error = first.unwrap().to_string();
+    assert!(error.contains("is beyond the range of f16"), "{error}");
+}
+
 /// A row that was never written must not look like a right one.
 #[test]
 fn a_problem_with_a_row_of_zeros_is_refused() {

@@ -1,6 +1,7 @@
 //! Choice of experts, scores, metadata and certificates.
 
 mod choice;
+mod conventions;
 mod metadata;
 mod rounding;
 mod scores;

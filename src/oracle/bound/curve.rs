@@ -369,6 +369,18 @@ mod tests {
         Arithmetic::new(&numerics, measure)
     }
 
+    /// p(1 − p) is flat at 1/2: an error of p counts there in the square alone.
+    #[test]
+    fn the_slope_of_a_sigmoid_errs_as_the_sigmoid_does_and_at_one_half_in_the_square() {
+        let arithmetic = arithmetic(Measure::Worst);
+        for (mid, rad) in [(0.5, 1e-3), (0.25, 1e-3), (0.9, 1e-2), (0.01, 1e-4)] {
+            let found = arithmetic.bend(Ball { mid, rad });
+            let at = |p: f64| (p * (1.0 - p) - found.mid).abs();
+            let farthest = at(mid - rad).max(at(mid + rad));
+            assert!((farthest..1.01 * farthest + 1e-15).contains(&found.rad), "{mid} ± {rad}: {found:?}, {farthest}");
+        }
+    }
+
     /// A deviation is no bound: what lies within several of them may be met, on either side of a kink.
     #[test]
     fn a_kink_within_several_deviations_is_within_reach() {

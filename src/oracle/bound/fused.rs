@@ -214,3 +214,61 @@ pub(crate) fn b2_gradient(model: &Model<'_, '_>, scores: &[Ball]) -> Balls2 {
         b2_gradient_of(model, expert, &scores[model.routing.rows_of_expert(expert)])
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::case::{Case, Pairing};
+    use crate::element::DType;
+    use crate::engine::{Numerics, Output, RoundingModel, RouterRounding};
+    use crate::oracle::bound::ball::Measure;
+    use crate::oracle::bound::{eager, propagate};
+    use crate::oracle::judge::Bounded;
+    use crate::problem::Gating;
+
+    /// A layer adds y and dx̃ to their tokens as its experts come: with the bounds of kernels 3 and 8 on the
+    /// whole of y and dx̃.
+    #[test]
+    fn o_and_dx_of_a_layer_have_the_bounds_of_the_combines() {
+        for rounding in [RoundingModel::Fused, RoundingModel::Eager] {
+            for (storage, measure) in [(DType::F32, Measure::Worst), (DType::BF16, Measure::Deviation)] {
+                let numerics = Numerics {
+                    storage,
+                    score: DType::F32,
+                    accumulator: DType::F32.unit_roundoff(),
+                    rounding,
+                    router: RouterRounding::Score,
+                    function_ulps: 4.0,
+                    flushes_denormals: false,
+                };
+                let case = Case::new("7,12,8,6,5".parse().unwrap()).with_pairing(Pairing::TopK);
+                let problem = case.problem::<f32>().unwrap().widen();
+                let Gating::Given { routing, scores } = problem.gating() else { panic!("given pairs") };
+                let model = Model::new(&problem, routing, &numerics, measure);
+                let scores: Vec<Ball> = routing.to_rows(scores).into_iter().map(Ball::exact).collect();
+                let layer = propagate(&problem, routing, &numerics, measure).unwrap();
+                let of = |output: Output| {
+                    let Bounded { truth, bound } = layer[&output].clone();
+                    let matrix = |values: ndarray::ArrayD<f64>| values.into_dimensionality().unwrap();
+                    Balls2 { mid: matrix(truth), rad: matrix(bound) }
+                };
+                let [o, dx] = match rounding {
+                    RoundingModel::Fused => {
+                        [combine(&model, &of(Output::Y), &scores), combine_gradient(&model, &of(Output::DxExpanded))]
+                    }
+                    RoundingModel::Eager => [
+                        eager::combine(&model, &of(Output::Y), &scores),
+                        eager::combine_gradient(&model, &of(Output::DxExpanded)),
+                    ],
+                };
+                for (output, by_kernel) in [(Output::O, o), (Output::Dx, dx)] {
+                    let in_layer = of(output);
+                    for (found, expected) in in_layer.rad.iter().zip(&by_kernel.rad) {
+                        let off = (found - expected).abs();
+                        assert!(off <= 1e-9 * expected, "{output} {rounding:?} {measure:?}: {found} for {expected}");
+                    }
+                }
+            }
+        }
+    }
+}

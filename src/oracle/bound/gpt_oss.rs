@@ -78,3 +78,43 @@ fn times_steepness(arithmetic: &Arithmetic, x: Ball) -> Ball {
     let steepness = arithmetic.operation(Ball::exact(STEEPNESS));
     arithmetic.round(&arithmetic.storage, arithmetic.multiply(x, steepness))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::element::DType;
+    use crate::engine::{Numerics, RoundingModel, RouterRounding};
+    use crate::oracle::bound::ball::Measure;
+
+    /// A gradient passes inside [−7, 7] and at both ends; within reach of an end it may or may not.
+    #[test]
+    fn a_gradient_surely_passes_surely_stops_or_may_do_either() {
+        let numerics = Numerics {
+            storage: DType::BF16,
+            score: DType::F32,
+            accumulator: DType::F32.unit_roundoff(),
+            rounding: RoundingModel::Fused,
+            router: RouterRounding::Score,
+            function_ulps: 4.0,
+            flushes_denormals: false,
+        };
+        let arithmetic = Arithmetic::new(&numerics, Measure::Worst);
+        // Ends that lie on a clamp count as inside.
+        for (mid, rad, passing, unknown) in [
+            (0.0, 6.5, 1.0, 0.0),
+            (6.5, 0.25, 1.0, 0.0),
+            (6.5, 0.5, 1.0, 0.0),
+            (6.5, 0.75, 1.0, 1.0),
+            (7.0, 0.0, 1.0, 0.0),
+            (7.0, 0.25, 1.0, 1.0),
+            (7.5, 0.25, 0.0, 0.0),
+            (7.5, 0.5, 0.0, 1.0),
+            (7.5, 0.75, 0.0, 1.0),
+        ] {
+            for mid in [mid, -mid] {
+                let found = passes(&arithmetic, Ball { mid, rad });
+                assert_eq!(found, Ball { mid: passing, rad: unknown }, "{mid} ± {rad}");
+            }
+        }
+    }
+}

@@ -60,3 +60,32 @@ fn shares(arithmetic: &Arithmetic, router: &GroupedSigmoid, p: &[Ball]) -> Vec<B
     let total = total(arithmetic, p);
     p.iter().map(|&p| store(arithmetic, divide(arithmetic, p, total))).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::element::DType;
+    use crate::engine::{Numerics, RoundingModel, RouterRounding};
+    use crate::oracle::bound::ball::Measure;
+
+    /// σ(−46) is 1.05e-20: beside 1e-20 it is half of what it is divided by.
+    #[test]
+    fn probabilities_that_nearly_vanish_are_shared_with_the_constant() {
+        let numerics = Numerics {
+            storage: DType::F32,
+            score: DType::F32,
+            accumulator: DType::F32.unit_roundoff(),
+            rounding: RoundingModel::Fused,
+            router: RouterRounding::Score,
+            function_ulps: 4.0,
+            flushes_denormals: false,
+        };
+        let arithmetic = Arithmetic::new(&numerics, Measure::Worst);
+        let router = GroupedSigmoid { groups: 1, kept: 1, renormalized: true, factor: 2.0 };
+        let logits = [Ball::exact(-46.0), Ball::exact(-200.0)];
+        let scores = scores(&arithmetic, &router, &logits);
+        let p = libm::exp(-46.0);
+        assert!((scores[0].mid - 2.0 * p / (p + 1e-20)).abs() < 1e-12, "{scores:?}");
+        assert!(scores[1].mid < 1e-60 && scores[0].rad < 1e-4, "{scores:?}");
+    }
+}

@@ -366,3 +366,131 @@ pub(crate) fn of_experts(
     );
     balls
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::element::DType;
+    use crate::engine::{Numerics, RoundingModel, RouterRounding};
+
+    const MEASURES: [Measure; 2] = [Measure::Worst, Measure::Deviation];
+
+    fn arithmetic(measure: Measure) -> Arithmetic {
+        let numerics = Numerics {
+            storage: DType::BF16,
+            score: DType::F32,
+            accumulator: DType::F32.unit_roundoff(),
+            rounding: RoundingModel::Fused,
+            router: RouterRounding::Score,
+            function_ulps: 4.0,
+            flushes_denormals: false,
+        };
+        Arithmetic::new(&numerics, measure)
+    }
+
+    fn balls(rows: usize, columns: usize, spread: f64) -> Balls2 {
+        Balls2::from_fn(rows, columns, |row, column| {
+            let mid = f64::from((7 * row + 3 * column) as u32 % 11) - 4.5;
+            Ball { mid, rad: spread * f64::from((row + 5 * column) as u32 % 3) }
+        })
+    }
+
+    /// Worst: γ_m Σ(|a| + E_a)(|b| + E_b) + Σ(E_a|b| + |a|E_b + E_aE_b). Deviations: the squares of each source,
+    /// and m roundings of sums of deviation √Σ(ab)², each u/√3 of that.
+    fn radius_by_definition(arithmetic: &Arithmetic, terms: &[(Ball, Ball)]) -> f64 {
+        let (m, u) = (terms.len(), arithmetic.accumulate.unit);
+        let sum = |f: &dyn Fn(Ball, Ball) -> f64| terms.iter().map(|&(a, b)| f(a, b)).sum::<f64>();
+        match arithmetic.measure {
+            Measure::Midpoint => 0.0,
+            Measure::Worst => {
+                let gamma = m as f64 * u / (1.0 - m as f64 * u);
+                gamma * sum(&|a, b| a.magnitude() * b.magnitude())
+                    + sum(&|a, b| a.rad * b.mid.abs() + a.mid.abs() * b.rad + a.rad * b.rad)
+            }
+            Measure::Deviation => {
+                let passed_on =
+                    sum(&|a, b| (a.rad * b.mid).powi(2) + (a.mid * b.rad).powi(2) + (a.rad * b.rad).powi(2));
+                (m as f64 * u * u / 3.0 * sum(&|a, b| (a.mid * b.mid).powi(2)) + passed_on).sqrt()
+            }
+        }
+    }
+
+    #[test]
+    fn a_product_of_matrices_has_the_radii_of_its_sums() {
+        for measure in MEASURES {
+            let arithmetic = arithmetic(measure);
+            for spread in [0.0, 1e-6, 0.3] {
+                let (a, b) = (balls(3, 5, spread), balls(5, 4, 2.0 * spread));
+                let exact = Balls::exact(b.mid.clone());
+                let both = arithmetic.matrix_product(a.operand(), b.operand(), None);
+                let one = arithmetic.matrix_product(a.operand(), Operand::exact(b.mid.view()), None);
+                for (row, column) in (0..3).flat_map(|row| (0..4).map(move |column| (row, column))) {
+                    for (product, b) in [(&both, &b), (&one, &exact)] {
+                        let terms: Vec<_> = (0..5).map(|term| (a.at(row, term), b.at(term, column))).collect();
+                        let mid: f64 = terms.iter().map(|(a, b)| a.mid * b.mid).sum();
+                        let (found, rad) = (product.at(row, column), radius_by_definition(&arithmetic, &terms));
+                        assert!((found.mid - mid).abs() < 1e-12, "{measure:?}: {found:?} for {mid}");
+                        assert!((found.rad - rad).abs() <= 1e-6 * rad, "{measure:?}, {spread}: {found:?} for {rad}");
+                    }
+                }
+            }
+        }
+    }
+
+    /// An addend is one term more, exact.
+    #[test]
+    fn an_addend_is_one_more_term() {
+        for measure in MEASURES {
+            let arithmetic = arithmetic(measure);
+            let (a, b) = (balls(2, 3, 1e-3), balls(3, 2, 0.0));
+            let addend = Array1::from(vec![40.0, -0.5]);
+            let product = arithmetic.matrix_product(a.operand(), Operand::exact(b.mid.view()), Some(addend.view()));
+            for (row, column) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+                let mut terms: Vec<_> = (0..3).map(|term| (a.at(row, term), b.at(term, column))).collect();
+                terms.push((Ball::exact(addend[column]), Ball::exact(1.0)));
+                let rad = radius_by_definition(&arithmetic, &terms);
+                let found = product.at(row, column);
+                assert!((found.rad - rad).abs() <= 1e-6 * rad, "{measure:?}: {found:?} for {rad}");
+            }
+        }
+    }
+
+    /// dx of a token with one pair is its dx̃, its o one product; more pairs take a rounding each.
+    #[test]
+    fn the_sum_of_one_row_is_that_row_and_each_weight_costs_one_rounding() {
+        let pairs = [(1, 0), (2, 0), (2, 1), (2, 2)].map(|(token, expert)| (TokenId(token), ExpertId(expert)));
+        let routing = Routing::new(3, 3, pairs).unwrap();
+        let (rows, weights) = (balls(4, 6, 1e-7), [0.5, 0.75, 0.25, 1.5].map(Ball::exact));
+        for measure in MEASURES {
+            let arithmetic = arithmetic(measure);
+            let plain = arithmetic.combine(&rows, None, &routing);
+            let weighted = arithmetic.combine(&rows, Some(&weights), &routing);
+            for column in 0..6 {
+                assert_eq!(plain.at(0, column), Ball::default());
+                assert_eq!(plain.at(1, column), rows.at(routing.rows_of_token(TokenId(1))[0] as usize, column));
+                for (token, sum, roundings) in [(1, &weighted, 1), (2, &plain, 2), (2, &weighted, 3)] {
+                    let of_token = routing.rows_of_token(TokenId(token));
+                    let unit = Ball::exact(1.0);
+                    let weight = |row: u32| if roundings == 2 { unit } else { weights[row as usize] };
+                    let terms =
+                        of_token.iter().map(|&row| arithmetic.product(weight(row), rows.at(row as usize, column)));
+                    let terms: Vec<Ball> = terms.collect();
+                    let u = arithmetic.accumulate.unit;
+                    let rad = match measure {
+                        Measure::Deviation => {
+                            let squares = |f: fn(&Ball) -> f64| terms.iter().map(f).sum::<f64>();
+                            let of_terms = squares(|term| term.rad * term.rad);
+                            (of_terms + f64::from(roundings) * u * u / 3.0 * squares(|term| term.mid * term.mid)).sqrt()
+                        }
+                        _ => {
+                            let gamma = f64::from(roundings) * u / (1.0 - f64::from(roundings) * u);
+                            terms.iter().map(|term| term.rad + gamma * term.magnitude()).sum()
+                        }
+                    };
+                    let found = sum.at(token as usize, column).rad;
+                    assert!((found - rad).abs() <= 1e-9 * rad, "{measure:?}, token {token}: {found} for {rad}");
+                }
+            }
+        }
+    }
+}

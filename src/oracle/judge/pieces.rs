@@ -85,7 +85,7 @@ impl Judging {
 }
 
 /// Elements that are looked at in one go.
-const PIECE: usize = 1 << 18;
+pub(super) const PIECE: usize = 1 << 18;
 
 /// Values, truth and bound of the elements from a place on, in row-major order.
 struct Numbers<'n> {

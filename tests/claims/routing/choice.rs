@@ -80,6 +80,36 @@ proptest! {
 }
 
 #[test]
+fn a_choice_inside_groups_that_cannot_be_made_is_refused_by_name() {
+    let logits = array![[0.0f32, 1.0, 3.0, 2.0, -1.0, -1.0]];
+    let refused = |groups, kept, k| {
+        let router = GroupedSigmoid { groups, kept, renormalized: false, factor: 1.0 };
+        grouped_top_k(logits.view(), None, k, &router).unwrap_err().to_string()
+    };
+    assert!(refused(4, 1, 1).contains("the number of expert groups"), "{}", refused(4, 1, 1));
+    assert!(refused(6, 1, 1).contains("the size of an expert group"), "{}", refused(6, 1, 1));
+    assert!(refused(3, 4, 1).contains("the number of kept groups"), "{}", refused(3, 4, 1));
+    assert!(refused(3, 1, 3).contains("K"), "{}", refused(3, 1, 3));
+    assert!(refused(3, 1, 0).starts_with("K = 0"), "{}", refused(3, 1, 0));
+}
+
+#[test]
+fn behind_groups_too_a_logit_that_allows_no_choice_is_named() {
+    let router = GroupedSigmoid { groups: 3, kept: 1, renormalized: false, factor: 1.0 };
+    for (expert, value) in [(0, f64::INFINITY), (5, f64::NAN)] {
+        let mut logits = array![[0.0, 1.0, 3.0, 2.0, -1.0, -1.0]];
+        logits[[0, expert]] = value;
+        let ids = array![[ExpertId(2), ExpertId(3)]];
+        let found = certify_grouped_choice(logits.view(), None, &router, OF_SIGMOID, 2, ids.view()).unwrap_err();
+        let named = |violation: &Violation| {
+            matches!(violation, Violation::Number { array: "router_logits", token: 0, expert: named, value: found }
+                if *named == expert && found.to_bits() == value.to_bits())
+        };
+        assert!(found.iter().any(named), "{found:?}");
+    }
+}
+
+#[test]
 fn groups_within_their_error_may_stand_for_each_other() {
     let logits = array![[1.0, 1.0, 1.0 + 1e-9, 1.0, -1.0, -1.0]];
     let router = GroupedSigmoid { groups: 3, kept: 1, renormalized: false, factor: 1.0 };

@@ -15,7 +15,7 @@ use sonicmoe::routing::scores::softmax;
 use sonicmoe::routing::{Choice, top_k};
 use sonicmoe::{ExpertId, TokenId};
 
-use super::random;
+use super::{only, random};
 
 /// How logits are distributed.
 #[derive(Clone, Copy, Debug)]
@@ -247,6 +247,72 @@ proptest! {
         }
         prop_assert!(start.certify(rule, Ranking::Renormalized, &rounded.pairs(), &capped).is_err());
     }
+}
+
+#[test]
+fn padding_is_what_lacks_to_the_next_multiple_of_the_tile() {
+    for (frequency, tile, rows) in
+        [(vec![5, 8, 0], 4, 3), (vec![1, 257, 128], 128, 254), (vec![3, 4], 1, 0), (vec![3], 0, 0)]
+    {
+        assert_eq!(padding(&frequency, tile), rows, "{frequency:?} in tiles of {tile}");
+    }
+}
+
+/// An expert's only chooser has all of its score, the token that would fill its tile none: by scores it surely
+/// goes up. Where the scores at stake are none, surely down.
+#[test]
+fn scores_of_nothing_leave_a_rule_by_scores_no_choice() {
+    let ids = ndarray::array![[ExpertId(0)], [ExpertId(1)]];
+    let judged = |p: Array2<f64>, pairs: &[[u32; 2]]| {
+        let pairs: Vec<_> = pairs.iter().map(|&[token, expert]| (TokenId(token), ExpertId(expert))).collect();
+        certify(p.view(), ids.view(), 2, Rule::StochasticByScores, &pairs, &[])
+    };
+    let (all, none) = ([[0, 0], [0, 1], [1, 0], [1, 1]], []);
+    let at_stake = ndarray::array![[0.5, 0.0], [0.0, 0.5]];
+    assert_eq!(judged(at_stake.clone(), &all), Ok(()));
+    assert!(judged(at_stake, &none).is_err());
+    let to_add = ndarray::array![[0.0, 0.5], [0.5, 0.0]];
+    assert_eq!(judged(to_add.clone(), &none), Ok(()));
+    assert!(judged(to_add, &all).is_err());
+    let either = ndarray::array![[0.5, 0.5], [0.5, 0.5]];
+    assert!(judged(either.clone(), &none).is_ok() && judged(either, &all).is_ok());
+}
+
+/// What no rounding can be judged from is named, before any expert is judged.
+#[test]
+fn the_certificate_names_what_cannot_be_judged() {
+    let p = ndarray::array![[0.25f64, 0.75], [0.5, 0.5]];
+    let ids = ndarray::array![[ExpertId(1)], [ExpertId(0)]];
+    let pairs = [(TokenId(0), ExpertId(1)), (TokenId(1), ExpertId(0))];
+    let judge = |p: &Array2<f64>, ids: &Array2<ExpertId>, pairs: &[_], capped: &[ExpertId]| {
+        certify(p.view(), ids.view(), 1, Rule::Nearest, pairs, capped)
+    };
+    assert_eq!(judge(&p, &ids, &pairs, &[]), Ok(()));
+    for wrong in [-0.25, f64::INFINITY, f64::NAN] {
+        let mut p = p.clone();
+        p[[1, 0]] = wrong;
+        let found = only(judge(&p, &ids, &pairs, &[]));
+        assert!(matches!(found, Violation::Score { token: 1, expert: 0, value } if value.to_bits() == wrong.to_bits()));
+    }
+    let beyond = |what, at, id| Violation::OutOfRange { what, at, id, limit: 2 };
+    let of_choice = ndarray::array![[ExpertId(1)], [ExpertId(2)]];
+    assert_eq!(only(judge(&p, &of_choice, &pairs, &[])), beyond("expert of choice", 1, 2));
+    for (pair, violation) in [
+        ((TokenId(0), ExpertId(9)), beyond("expert of pair", 1, 9)),
+        ((TokenId(2), ExpertId(0)), beyond("token of pair", 1, 2)),
+        (pairs[0], Violation::Duplicate { token: TokenId(0), expert: ExpertId(1) }),
+    ] {
+        assert_eq!(only(judge(&p, &ids, &[pairs[0], pair], &[])), violation);
+    }
+    assert_eq!(only(judge(&p, &ids, &pairs, &[ExpertId(2)])), beyond("capped expert", 0, 2));
+    let reason = "the list does not ascend";
+    for capped in [[1, 0], [1, 1]].map(|capped| capped.map(ExpertId)) {
+        assert_eq!(only(judge(&p, &ids, &pairs, &capped)), Violation::NotCapped { expert: capped[1], reason });
+    }
+    let size = |what, expected, found| Violation::Size { what, expected, found };
+    assert_eq!(only(certify(p.view(), ids.view(), 0, Rule::Nearest, &pairs, &[])), size("M", 1, 0));
+    let one_token = ndarray::array![[ExpertId(1)]];
+    assert_eq!(only(judge(&p, &one_token, &pairs, &[])), size("T of the choice", 2, 1));
 }
 
 proptest! {

@@ -2,7 +2,7 @@
 
 use ndarray::{Array2, array};
 use proptest::prelude::*;
-use sonicmoe::routing::{Choice, scores, top_k};
+use sonicmoe::routing::{Choice, GroupedSigmoid, scores, top_k};
 use sonicmoe::{Convention, ErrorClass};
 
 use super::{experts, logits_and_k, random};
@@ -115,6 +115,21 @@ fn large_and_distant_logits_overflow_nothing() -> sonicmoe::Result<()> {
     Ok(())
 }
 
+/// σ(−46) is 1.05e-20: 1e-20 beside it is half of what it is divided by, and nothing is divided by 0.
+#[test]
+fn probabilities_that_nearly_vanish_are_shared_with_the_constant() -> sonicmoe::Result<()> {
+    let router = GroupedSigmoid { groups: 1, kept: 1, renormalized: true, factor: 2.5 };
+    let logits = array![[-46.0f64, -47.0], [-300.0, f64::NEG_INFINITY]];
+    let choice = Choice::new(2, experts(&[[0, 1], [0, 1]]))?;
+    let found = scores::forward(logits.view(), &choice, Convention::GroupedSigmoid(router))?;
+    let p = logits.mapv(|logit: f64| logit.exp() / (1.0 + logit.exp()));
+    for ((token, rank), p) in p.indexed_iter() {
+        let expected = 2.5 * p / (logits.row(token).iter().map(|logit| logit.exp()).sum::<f64>() + 1e-20);
+        assert!((found[2 * token + rank] - expected).abs() <= 1e-12 * expected, "{found:?}");
+    }
+    Ok(())
+}
+
 #[test]
 fn a_choice_that_is_not_the_best_is_scored_as_it_is() -> sonicmoe::Result<()> {
     // e^−200 is no f32: the probabilities of the chosen are 0 and their quotient is not.
@@ -158,14 +173,21 @@ fn what_does_not_fit_is_refused_by_name() -> sonicmoe::Result<()> {
     let mut nan = logits.clone();
     nan[(1, 0)] = f32::NAN;
     assert!(message(scores::forward(nan.view(), &choice, convention)).starts_with("logit of token 1, expert 0 is NaN"));
+    nan = logits.clone();
+    nan[(0, 2)] = f32::INFINITY;
+    assert!(message(scores::forward(nan.view(), &choice, convention)).starts_with("logit of token 0, expert 2 is inf"));
     let masked = array![[0.0f32, 1.0, 2.0], [0.0, f32::NEG_INFINITY, f32::NEG_INFINITY]];
     assert!(message(scores::forward(masked.view(), &choice, convention)).starts_with("token 1 has only 0 logits"));
+    let of_all_experts = scores::softmax(array![[0.0f32], [f32::NEG_INFINITY]].view()).unwrap_err().to_string();
+    assert!(of_all_experts.starts_with("token 1 has only 0 logits above −∞, but K = 1 "), "{of_all_experts}");
     let backward = |s: &[f32], g: &[f32]| {
         message(
             scores::backward(logits.view(), s, &choice, convention, g)
                 .map(|dlogits| dlogits.into_raw_vec_and_offset().0),
         )
     };
+    let of_nan = scores::backward(nan.view(), &[0.5; 4], &choice, convention, &[1.0; 4]).unwrap_err().to_string();
+    assert!(of_nan.starts_with("logit of token 0, expert 2 is inf"), "{of_nan}");
     assert!(backward(&[0.5; 3], &[1.0; 4]).starts_with("tensor `scores` has shape [3], expected [4]"));
     assert!(backward(&[0.5; 4], &[1.0; 5]).starts_with("tensor `ds` has shape [5], expected [4]"));
     Ok(())
