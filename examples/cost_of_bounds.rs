@@ -1,11 +1,11 @@
 //! What the bound of a whole layer costs beside the f64 truth by tape autograd, one thread each:
 //!
 //! ```text
-//! cargo run --release --example cost_of_bounds
+//! cargo run --release --example cost_of_bounds [T,d,n,E,K]...
 //! ```
 //!
 //! Both compute every result and intermediate of forward and backward; the bound computes the truth once
-//! more by the closed form, and beside each product the sums of magnitudes. Medians of three.
+//! more by the closed form, and beside each product the sums of magnitudes. Medians of so many runs, in turn.
 
 use std::time::{Duration, Instant};
 
@@ -16,12 +16,19 @@ use sonicmoe::reference::run_with;
 use sonicmoe::routing::Routing;
 use sonicmoe::{DType, Record, run, sonic::cpu::CpuEngine};
 
+/// How often each is measured.
+const RUNS: usize = 9;
+
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build()?;
     println!(
         "| T,d,n,E,K | model | f64 reference, s | bound, s | bound / reference |\n| --- | --- | --- | --- | --- |"
     );
-    for shape in ["256,128,64,8,2", "1024,512,128,16,4", "1024,1024,256,16,4"] {
+    let mut shapes: Vec<String> = std::env::args().skip(1).collect();
+    if shapes.is_empty() {
+        shapes = ["256,128,64,8,2", "1024,512,128,16,4", "1024,1024,256,16,4"].map(String::from).to_vec();
+    }
+    for shape in shapes {
         let problem = Case::new(shape.parse()?).problem::<f64>()?;
         let routing: Routing = run(&CpuEngine::<f64>::new(), &problem, Record::Results)?.routing;
         for rounding in [RoundingModel::Fused, RoundingModel::Eager] {
@@ -35,7 +42,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 flushes_denormals: false,
             };
             let (mut of_reference, mut of_bound) = (Vec::new(), Vec::new());
-            for _ in 0..3 {
+            for _ in 0..RUNS {
                 of_reference.push(seconds(|| pool.install(|| run_with(&problem, &routing)))?);
                 of_bound.push(seconds(|| pool.install(|| bound::layer(&problem, &routing, &numerics)))?);
             }
