@@ -25,20 +25,25 @@ const LEFT: f64 = 56.0;
 const RIGHT: f64 = 500.0;
 const TOP: f64 = 16.0;
 const BOTTOM: f64 = 370.0;
-/// Decades shown: x from 10^−1 to 10^1.5, y from 10^−1 to 10^0.1.
-const X: [f64; 2] = [-1.0, 1.5];
-const Y: [f64; 2] = [-1.0, 0.1];
+/// What is shown, logarithmically.
+const X: [f64; 2] = [0.4, 10.0];
+const Y: [f64; 2] = [0.3, 1.15];
 const COLOURS: [&str; 8] = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f"];
 const STYLE: &str = "<style>text{font:12px sans-serif;fill:#222}.axis,.roof{stroke:#222;fill:none}.roof{stroke-width:2}\
 .grid{stroke:#ccc}.letter{fill:#fff;font-size:9px}\
 @media(prefers-color-scheme:dark){text{fill:#ddd}.axis,.roof{stroke:#ddd}.grid{stroke:#444}.letter{fill:#fff}}</style>\n";
 
+/// 0 at the low end and beyond it, 1 at the high one.
+fn share(value: f64, [low, high]: [f64; 2]) -> f64 {
+    (value.clamp(low, high) / low).ln() / (high / low).ln()
+}
+
 fn across(x: f64) -> f64 {
-    LEFT + (x.log10().clamp(X[0], X[1]) - X[0]) / (X[1] - X[0]) * (RIGHT - LEFT)
+    LEFT + share(x, X) * (RIGHT - LEFT)
 }
 
 fn up(y: f64) -> f64 {
-    BOTTOM - (y.log10().clamp(Y[0], Y[1]) - Y[0]) / (Y[1] - Y[0]) * (BOTTOM - TOP)
+    BOTTOM - share(y, Y) * (BOTTOM - TOP)
 }
 
 /// Where each name was first seen: its letter, or its colour.
@@ -69,21 +74,21 @@ pub fn roofline(points: &[Point]) -> String {
         &[("xmlns", &"http://www.w3.org/2000/svg"), ("viewBox", &view), ("role", &"img"), ("aria-label", &about)],
     );
     svg.literal(STYLE);
-    for (value, label) in [(0.1, "0.1"), (0.3, "0.3"), (1.0, "1"), (3.0, "3"), (10.0, "10"), (30.0, "30")] {
+    for (value, label) in [(0.5, "0.5"), (1.0, "1"), (2.0, "2"), (5.0, "5"), (10.0, "10")] {
         let x = place(across(value));
         svg.empty("line", &[("class", &"grid"), ("x1", &x), ("x2", &x), ("y1", &TOP), ("y2", &BOTTOM)]);
         svg.leaf("text", &[("x", &x), ("y", &(BOTTOM + 16.0)), ("text-anchor", &"middle")], label);
     }
-    for (value, label) in [(0.1, "0.1"), (0.2, "0.2"), (0.4, "0.4"), (0.6, "0.6"), (0.8, "0.8"), (1.0, "1")] {
+    for (value, label) in [(0.3, "0.3"), (0.4, "0.4"), (0.5, "0.5"), (0.6, "0.6"), (0.8, "0.8"), (1.0, "1")] {
         let y = place(up(value));
         svg.empty("line", &[("class", &"grid"), ("x1", &LEFT), ("x2", &RIGHT), ("y1", &y), ("y2", &y)]);
         svg.leaf("text", &[("x", &(LEFT - 8.0)), ("y", &place(up(value) + 4.0)), ("text-anchor", &"end")], label);
     }
-    let corner = [across(0.1), up(0.1), across(1.0), up(1.0), RIGHT].map(place);
+    let corner = [across(X[0]), up(X[0]), across(1.0), up(1.0), RIGHT].map(place);
     let [x0, y0, x1, y1, x2] = &corner;
     svg.empty("path", &[("class", &"roof"), ("d", &format!("M{x0} {y0}L{x1} {y1}H{x2}"))]);
     let titles = [
-        "operations per byte, over those at which copy and product of the same run take the same time",
+        "operations per byte, over the product's rate per copied byte",
         "rate over that of the product of 8192³ in the same run",
     ];
     let middle = place((LEFT + RIGHT) / 2.0);
@@ -132,8 +137,10 @@ mod tests {
 
     #[test]
     fn a_point_on_the_roof_lies_on_it_and_every_layer_and_kernel_is_named_once_in_the_legend() {
-        assert!((across(1.0) - (LEFT + 0.4 * (RIGHT - LEFT))).abs() < 1e-9 && across(1e9) == RIGHT);
-        assert!(up(1.0) > TOP && up(0.1) == BOTTOM);
+        // The roof falls with x: as far down as the axes say, from the ridge.
+        let [x, y] = [across(1.0) - across(0.5), up(0.5) - up(1.0)];
+        assert!((x / y - (RIGHT - LEFT) / (BOTTOM - TOP) * (Y[1] / Y[0]).ln() / (X[1] / X[0]).ln()).abs() < 1e-9);
+        assert_eq!([across(1e9), across(0.0), up(1e9), up(0.0)], [RIGHT, LEFT, TOP, BOTTOM]);
         let point = |layer: &str, kernel: &str| Point {
             layer: layer.to_owned(),
             kernel: kernel.to_owned(),
