@@ -193,6 +193,7 @@ struct Ranking {
     __device__ __forceinline__ void first(u32 count, Visit visit) const {
         __syncthreads();
         for (u32 word = threadIdx.x; word < input.words; word += kRankThreads) visited[word] = 0;
+        __syncthreads();
         const u32 begin = input.chosen_offsets[expert], f = choosers();
         if (count > 0) {
             const Choosers choosers{input.chosen_token + begin, input.chosen_key + begin, f};

@@ -374,6 +374,28 @@ fn roundings_of_two_million_tokens_have_the_bits_of_the_cpu_path() {
     judge_all(engine.device(), cases.into_par_iter());
 }
 
+/// Every rule and semantics in small cases, for a sanitizer, under which nothing larger ends:
+/// `compute-sanitizer --tool racecheck device --ignored --exact routing::small_routings_for_a_sanitizer`.
+/// It is how a word of bits was found that one warp cleared after another had set one of them: all other
+/// tests passed.
+#[test]
+#[ignore = "for compute-sanitizer; the kernels are judged elsewhere"]
+fn small_routings_for_a_sanitizer() {
+    let engine = engine_or_skip!();
+    for (tokens, experts, k, tile) in [(300, 40, 3, 16), (65, 129, 10, 2), (64, 7, 7, 64)] {
+        for (i, rule) in Rule::ALL.into_iter().enumerate() {
+            let rounding = TokenRounding { rule, seed: 7, ..TokenRounding::new(tile) };
+            let rounding = Some((rounding, KeptScores::ALL[i % 3]));
+            let plan = ChoicePlan { tokens, experts, k, convention: Convention::ALL[i % 3], rounding };
+            for (plan, draw) in [(plan, Draw::Uniform), (ChoicePlan { rounding: None, ..plan }, Draw::Ties)] {
+                let logits = draw.logits(&mut ChaCha8Rng::seed_from_u64(3), &plan);
+                compare(engine.device(), plan, &logits)
+                    .unwrap_or_else(|failure| panic!("{plan:?}, {draw:?}: {failure}"));
+            }
+        }
+    }
+}
+
 #[test]
 fn a_row_that_allows_no_choice_is_named_and_gets_safe_ids_and_finite_scores() {
     let engine = engine_or_skip!();
