@@ -220,9 +220,9 @@ mod tests {
     use super::*;
     use crate::case::{Case, Pairing};
     use crate::element::DType;
-    use crate::engine::{Numerics, Output, RoundingModel, RouterRounding};
+    use crate::engine::{Output, RoundingModel};
     use crate::oracle::bound::ball::Measure;
-    use crate::oracle::bound::{eager, propagate};
+    use crate::oracle::bound::{eager, numerics_of, propagate};
     use crate::oracle::judge::Bounded;
     use crate::problem::Gating;
 
@@ -232,15 +232,7 @@ mod tests {
     fn o_and_dx_of_a_layer_have_the_bounds_of_the_combines() {
         for rounding in [RoundingModel::Fused, RoundingModel::Eager] {
             for (storage, measure) in [(DType::F32, Measure::Worst), (DType::BF16, Measure::Deviation)] {
-                let numerics = Numerics {
-                    storage,
-                    score: DType::F32,
-                    accumulator: DType::F32.unit_roundoff(),
-                    rounding,
-                    router: RouterRounding::Score,
-                    function_ulps: 4.0,
-                    flushes_denormals: false,
-                };
+                let numerics = numerics_of(storage, rounding);
                 let case = Case::new("7,12,8,6,5".parse().unwrap()).with_pairing(Pairing::TopK);
                 let problem = case.problem::<f32>().unwrap().widen();
                 let Gating::Given { routing, scores } = problem.gating() else { panic!("given pairs") };

@@ -83,21 +83,14 @@ fn times_steepness(arithmetic: &Arithmetic, x: Ball) -> Ball {
 mod tests {
     use super::*;
     use crate::element::DType;
-    use crate::engine::{Numerics, RoundingModel, RouterRounding};
+    use crate::engine::RoundingModel;
     use crate::oracle::bound::ball::Measure;
+    use crate::oracle::bound::numerics_of;
 
     /// A gradient passes inside [−7, 7] and at both ends; within reach of an end it may or may not.
     #[test]
     fn a_gradient_surely_passes_surely_stops_or_may_do_either() {
-        let numerics = Numerics {
-            storage: DType::BF16,
-            score: DType::F32,
-            accumulator: DType::F32.unit_roundoff(),
-            rounding: RoundingModel::Fused,
-            router: RouterRounding::Score,
-            function_ulps: 4.0,
-            flushes_denormals: false,
-        };
+        let numerics = numerics_of(DType::BF16, RoundingModel::Fused);
         let arithmetic = Arithmetic::new(&numerics, Measure::Worst);
         // Ends that lie on a clamp count as inside.
         for (mid, rad, passing, unknown) in [

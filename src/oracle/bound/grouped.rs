@@ -65,21 +65,14 @@ fn shares(arithmetic: &Arithmetic, router: &GroupedSigmoid, p: &[Ball]) -> Vec<B
 mod tests {
     use super::*;
     use crate::element::DType;
-    use crate::engine::{Numerics, RoundingModel, RouterRounding};
+    use crate::engine::RoundingModel;
     use crate::oracle::bound::ball::Measure;
+    use crate::oracle::bound::numerics_of;
 
     /// σ(−46) is 1.05e-20: beside 1e-20 it is half of what it is divided by.
     #[test]
     fn probabilities_that_nearly_vanish_are_shared_with_the_constant() {
-        let numerics = Numerics {
-            storage: DType::F32,
-            score: DType::F32,
-            accumulator: DType::F32.unit_roundoff(),
-            rounding: RoundingModel::Fused,
-            router: RouterRounding::Score,
-            function_ulps: 4.0,
-            flushes_denormals: false,
-        };
+        let numerics = numerics_of(DType::F32, RoundingModel::Fused);
         let arithmetic = Arithmetic::new(&numerics, Measure::Worst);
         let router = GroupedSigmoid { groups: 1, kept: 1, renormalized: true, factor: 2.0 };
         let logits = [Ball::exact(-46.0), Ball::exact(-200.0)];

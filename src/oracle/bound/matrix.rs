@@ -371,20 +371,13 @@ pub(crate) fn of_experts(
 mod tests {
     use super::*;
     use crate::element::DType;
-    use crate::engine::{Numerics, RoundingModel, RouterRounding};
+    use crate::engine::RoundingModel;
+    use crate::oracle::bound::numerics_of;
 
     const MEASURES: [Measure; 2] = [Measure::Worst, Measure::Deviation];
 
     fn arithmetic(measure: Measure) -> Arithmetic {
-        let numerics = Numerics {
-            storage: DType::BF16,
-            score: DType::F32,
-            accumulator: DType::F32.unit_roundoff(),
-            rounding: RoundingModel::Fused,
-            router: RouterRounding::Score,
-            function_ulps: 4.0,
-            flushes_denormals: false,
-        };
+        let numerics = numerics_of(DType::BF16, RoundingModel::Fused);
         Arithmetic::new(&numerics, measure)
     }
 

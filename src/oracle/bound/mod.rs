@@ -55,6 +55,20 @@ pub(crate) use layer::{Found, Part, Parts};
 use matrix::Balls2;
 pub(crate) use pass::{Pass, propagate_all, run};
 
+/// What the tests of the parts assume: results stored as `storage`, sums and scores in f32.
+#[cfg(test)]
+fn numerics_of(storage: crate::DType, rounding: crate::engine::RoundingModel) -> Numerics {
+    Numerics {
+        storage,
+        score: crate::DType::F32,
+        accumulator: crate::DType::F32.unit_roundoff(),
+        rounding,
+        router: crate::engine::RouterRounding::Score,
+        function_ulps: 4.0,
+        flushes_denormals: false,
+    }
+}
+
 /// The truth and the bound of every result and intermediate of a layer, by the routing that an
 /// engine chose and the arithmetic that it declares.
 ///

@@ -168,8 +168,8 @@ mod tests {
     use super::*;
     use crate::case::{Case, Pairing};
     use crate::element::DType;
-    use crate::engine::{RoundingModel, RouterRounding};
-    use crate::oracle::bound::in_parts;
+    use crate::engine::RoundingModel;
+    use crate::oracle::bound::{in_parts, numerics_of};
     use std::collections::BTreeMap;
 
     /// Parts of experts with and without tokens, one after the other, are the whole result.
@@ -180,15 +180,7 @@ mod tests {
         let problem = case.problem::<f64>().unwrap();
         let Gating::Given { routing, .. } = problem.gating() else { panic!("pairs are given") };
         for rounding in [RoundingModel::Fused, RoundingModel::Eager] {
-            let numerics = Numerics {
-                storage: DType::BF16,
-                score: DType::F32,
-                accumulator: DType::F32.unit_roundoff(),
-                rounding,
-                router: RouterRounding::Score,
-                function_ulps: 4.0,
-                flushes_denormals: false,
-            };
+            let numerics = numerics_of(DType::BF16, rounding);
             let models =
                 [Measure::Worst, Measure::Deviation].map(|measure| Model::new(&problem, routing, &numerics, measure));
             let whole = run(&models, &|_| true).unwrap();
