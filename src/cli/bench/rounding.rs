@@ -6,7 +6,7 @@ use super::device::{Configuration, named};
 use crate::error::{Error, Result};
 use crate::report::{Align, Table, number};
 use crate::routing::rounding::{TokenRounding, padding};
-use crate::sonic::gpu::{Device, Load, Measurement, Subject, Workload};
+use crate::sonic::gpu::{Device, Load, Measurement, Subject, Times, Workload};
 
 /// The layers that are measured unless others are named: many experts with few tokens each.
 const SPARSE: [&str; 2] = ["sparse", "qwen3-next"];
@@ -39,40 +39,23 @@ pub fn measure(names: &[String], load: Load, tile: usize, rounds: usize) -> Resu
     let gain = |configuration: Configuration| {
         let device = Device::open().map_err(|absence| Error::device(absence.to_string()))?;
         let top_k = Workload { shape: configuration.shape, load, rounding: None, seed: 1 };
-        let rounding = TokenRounding::new(tile);
-        let workloads = [top_k, Workload { rounding: Some(rounding), ..top_k }];
-        let mut measurements = Vec::new();
-        for workload in &workloads {
-            measurements.push(Measurement::of_passes(&device, workload)?);
-        }
-        let mut ms = vec![[Vec::new(), Vec::new()]; workloads.len()];
-        // Two rounds to warm up.
-        for round in 0..rounds + 2 {
-            for (measurement, ms) in measurements.iter_mut().zip(&mut ms) {
-                for (subject, ms) in [Subject::Forward, Subject::Backward].into_iter().zip(ms) {
-                    let time = measurement.time(subject, 1)?.unwrap_or(f64::NAN);
-                    if round >= 2 {
-                        ms.push(time);
-                    }
-                }
-            }
-        }
-        let mut sides = Vec::new();
-        for (workload, ms) in workloads.iter().zip(ms) {
-            let counts = workload.routing()?.0.tokens_per_expert();
-            let rows = counts.iter().sum();
-            sides.push(Side { rows, padding: padding(&counts, tile), ms: ms.map(median) });
-        }
-        let [of_top_k, rounded] =
-            <[Side; 2]>::try_from(sides).map_err(|_| Error::internal("two workloads have two sides"))?;
+        let rounded = Workload { rounding: Some(TokenRounding::new(tile)), ..top_k };
+        let mut top_k = Measurement::of_passes(&device, &top_k)?;
+        let mut rounded = Measurement::of_passes(&device, &rounded)?;
+        let [of_top_k, of_rounded] = Measurement::run_in_turn([&mut top_k, &mut rounded], rounds)?;
+        let (of_top_k, rounded) = (Side::of(&top_k, &of_top_k, tile), Side::of(&rounded, &of_rounded, tile));
         Ok(Gain { configuration, load, tile, rounds, of_top_k, rounded })
     };
     named(&names)?.into_iter().map(gain).collect()
 }
 
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+impl Side {
+    fn of(measurement: &Measurement, times: &[Times], tile: usize) -> Self {
+        let counts = measurement.tokens_per_expert();
+        let median = |subject| times.iter().find(|times| times.subject == subject).map_or(f64::NAN, Times::median);
+        let ms = [Subject::Forward, Subject::Backward].map(median);
+        Self { rows: counts.iter().sum(), padding: padding(counts, tile), ms }
+    }
 }
 
 impl Gain {

@@ -168,6 +168,7 @@ pub struct Measurement {
 struct Owned {
     plan: Plan,
     routing: DeviceRouting,
+    tokens_per_expert: Vec<usize>,
     x: Buffer<bf16>,
     dout: Buffer<bf16>,
     baselines: Option<Baselines>,
@@ -263,9 +264,9 @@ impl Measurement {
         Ok(Some(watch.stop()? / (replays * launches) as f64))
     }
 
-    /// R.
-    pub fn routed(&self) -> usize {
-        self.owned.routing.routed()
+    /// (E) the rows of each expert.
+    pub fn tokens_per_expert(&self) -> &[usize] {
+        &self.owned.tokens_per_expert
     }
 
     /// Two rounds to warm up, then `rounds` rounds, every subject in each.
@@ -273,19 +274,30 @@ impl Measurement {
     /// # Errors
     /// A device that fails.
     pub fn run(&mut self, rounds: usize) -> Result<Vec<Times>> {
-        let subjects: Vec<Subject> = self.subjects().collect();
-        let mut times: Vec<Times> =
-            subjects.iter().map(|&subject| Times { subject, ms: Vec::with_capacity(rounds) }).collect();
+        let [times] = Self::run_in_turn([self], rounds)?;
+        Ok(times)
+    }
+
+    /// [`Measurement::run`] of several, all of them in each round.
+    ///
+    /// # Errors
+    /// A device that fails.
+    pub fn run_in_turn<const N: usize>(mut measurements: [&mut Self; N], rounds: usize) -> Result<[Vec<Times>; N]> {
+        let mut times = measurements.each_ref().map(|measurement| -> Vec<Times> {
+            measurement.subjects().map(|subject| Times { subject, ms: Vec::with_capacity(rounds) }).collect()
+        });
         for round in 0..rounds + 2 {
-            for (place, &subject) in subjects.iter().enumerate() {
-                if let Some(ms) = self.time(subject, 1)?
-                    && round >= 2
-                {
-                    times[place].ms.push(ms);
+            for (measurement, times) in measurements.iter_mut().zip(&mut times) {
+                for Times { subject, ms } in times {
+                    if let Some(time) = measurement.time(*subject, 1)?
+                        && round >= 2
+                    {
+                        ms.push(time);
+                    }
                 }
             }
         }
-        times.iter_mut().for_each(|times| times.ms.sort_by(f64::total_cmp));
+        times.iter_mut().flatten().for_each(|times| times.ms.sort_by(f64::total_cmp));
         Ok(times)
     }
 }
@@ -342,12 +354,19 @@ fn batched(
 
 impl Owned {
     fn load(device: &Arc<Device>, workload: &Workload) -> Result<Self> {
-        let Loaded { layer, x, dout, on_device, .. } = workload.load(device, Guards::NONE)?;
-        Ok(Self { plan: Plan::allocate(layer, &on_device)?, routing: on_device, x, dout, baselines: None })
+        let Loaded { layer, x, dout, on_device, routing, .. } = workload.load(device, Guards::NONE)?;
+        Ok(Self {
+            plan: Plan::allocate(layer, &on_device)?,
+            routing: on_device,
+            tokens_per_expert: routing.tokens_per_expert(),
+            x,
+            dout,
+            baselines: None,
+        })
     }
 
     fn queue(&mut self, subject: Subject, shape: Shape) -> Result<()> {
-        let Self { plan, routing, x, dout, baselines } = self;
+        let Self { plan, routing, tokens_per_expert: _, x, dout, baselines } = self;
         match subject {
             Subject::Kernel(kernel) => return plan.kernel(kernel, routing, x, dout),
             Subject::Forward => return plan.forward(routing, x),
