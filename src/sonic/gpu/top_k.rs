@@ -14,6 +14,8 @@ use crate::routing::rounding::Ranking;
 const TOKENS_PER_BLOCK: usize = 8;
 /// Tokens of a block of kernels/top_k.cu, eight lanes each.
 const TOKENS_OF_GROUPS: usize = 16;
+/// Tokens of a warp of it.
+const TOKENS_OF_WARP: usize = 4;
 
 /// What the kernel writes.
 pub(super) struct TopK<'a> {
@@ -30,7 +32,7 @@ pub(super) struct TopK<'a> {
 /// Words that say which tokens have no choice, one for each warp.
 pub(super) fn refusals(plan: &ChoicePlan) -> usize {
     match Variant::top_k(plan.experts, plan.k, false).kernel() {
-        KernelName::TopK => plan.tokens.div_ceil(4),
+        KernelName::TopK => plan.tokens.div_ceil(TOKENS_OF_WARP),
         _ => plan.tokens,
     }
 }
