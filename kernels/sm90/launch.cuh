@@ -24,6 +24,8 @@
 
 namespace sonic {
 
+struct TileQueueWords;
+
 struct GroupedGemmMaps {
     TensorMap a;
     TensorMap b;
@@ -45,6 +47,7 @@ struct GroupedGemmParams {
     bf16* activation;           // a or a′ (R, n): up_forward, down_backward_activation, else null
     f32* ds_partial;            // (R, tiles of n): down_backward_activation, else null
     u32* status;                // kStatusWords u32 in mapped host memory, zeroed, or null
+    TileQueueWords* tile_queue;  // zeros, see tile_schedule.cuh; kernels without a cluster
     i32 experts;                // E ≥ 1
     i32 n;
     i32 k;

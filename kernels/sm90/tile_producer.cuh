@@ -17,26 +17,32 @@ class Producer {
     __device__ __forceinline__ Producer(Shared& shared, const GroupedGemmMaps& maps, const GroupedGemmParams& p, u32 rank)
         : shared_(shared), maps_(maps), p_(p), rank_(rank), warp_(uniform(threadIdx.x / 32)) {}
 
-    // Chooses tiles, one ahead of the copies, and issues the TMA loads.
+    // Chooses tiles and issues the TMA loads. The next tile is claimed shortly before the current one's last
+    // loads: late, so that tiles which are claimed together run together, and yet in time for whoever waits for it.
     __device__ __forceinline__ void run_scheduling_warp() {
         TileCursor<kTileM, Config::kTileN, Config::kCluster, Config::kBand> cursor(p_.expert_offsets, p_.experts, p_.n);
+        TileQueue<Config::kCluster> queue(p_.tile_queue);
         RingPosition<kTileRing> published;
-        u32 index = blockIdx.x / Config::kCluster;
-        Tile tile = cursor.seek(index, rank_);
+        Tile tile = cursor.seek(queue.first(), rank_);
         shared_.ring.publish(tile, published, p_.status);
         i32 steps = ceil_div(p_.k, i32(kTileK));
+        i32 told = told_at(steps);
         while (tile.expert >= 0) {
-            index += gridDim.x / Config::kCluster;
-            Tile next = cursor.seek(index, rank_);
-            shared_.ring.publish(next, published, p_.status);
+            Tile next{};
             for (i32 step = 0; step < steps; ++step) {
+                if (step == max_of(told - 1, 0)) queue.claim();
                 wait_until_empty();
                 if (elect_lane()) issue_tma(tile, step, at_.slot);
                 __syncwarp();
                 at_.advance();
+                if (step == told) {
+                    next = cursor.seek(queue.claimed(), rank_);
+                    shared_.ring.publish(next, published, p_.status);
+                }
             }
             tile = next;
         }
+        queue.leave();
     }
 
     __device__ __forceinline__ void run_gathering_warp() {
@@ -45,22 +51,30 @@ class Producer {
         i32 tokens[2];
         load_tokens(tile, tokens);
         i32 steps = ceil_div(p_.k, i32(kTileK));
+        i32 told = told_at(steps);
         while (tile.expert >= 0) {
-            Tile next = shared_.ring.read(taken, p_.status);
+            Tile next{};
             begin_gather(tile, tokens);
-            load_tokens(next, tokens);
             for (i32 step = 0; step < steps; ++step) {
                 wait_until_empty();
                 gather(step, at_.slot);
                 jitter(at_.slot);
                 barrier_arrive_after_copies(&shared_.full[at_.slot]);
                 at_.advance();
+                if (step == told) {
+                    next = shared_.ring.read(taken, p_.status);
+                    load_tokens(next, tokens);
+                }
             }
             tile = next;
         }
     }
 
   private:
+    // The step after whose copies the next tile is published; the gathering warps read it there, and its tokens
+    // travel during the steps that follow.
+    static __device__ __forceinline__ i32 told_at(i32 steps) { return min_of(max_of(steps - 5, 1), steps - 1); }
+
     __device__ __forceinline__ void wait_until_empty() {
         barrier_wait(&shared_.empty[at_.slot], at_.round_parity ^ 1, Role::kProducer, at_.slot, p_.status);
     }

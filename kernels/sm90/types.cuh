@@ -68,4 +68,9 @@ __device__ __forceinline__ T min_of(T a, T b) {
     return a < b ? a : b;
 }
 
+template <typename T>
+__device__ __forceinline__ T max_of(T a, T b) {
+    return a < b ? b : a;
+}
+
 }  // namespace sonic

@@ -18,6 +18,7 @@ use super::kernel::{Argument, Grid, Kernel};
 use super::pool::Pool;
 use super::probe::{self, Properties, name_of};
 use super::status::StatusBoard;
+use super::tile_queue::TileQueues;
 
 /// How long [`Device::wait`] waits before it gives the device up. Waits inside a kernel are bounded
 /// at 2 s and say who waited; this catches what they cannot.
@@ -32,6 +33,7 @@ pub struct Device {
     context: ManuallyDrop<Arc<CudaContext>>,
     stream: ManuallyDrop<Arc<CudaStream>>,
     board: ManuallyDrop<StatusBoard>,
+    tile_queues: ManuallyDrop<TileQueues>,
     pool: ManuallyDrop<Pool>,
     cache: CubinCache,
     kernels: ManuallyDrop<Mutex<HashMap<Variant, Arc<Kernel>>>>,
@@ -71,12 +73,14 @@ impl Device {
         let context = CudaContext::new(properties.ordinal).map_err(fails)?;
         let stream = context.new_stream().map_err(fails)?;
         let board = StatusBoard::new(&context).map_err(fails)?;
+        let tile_queues = TileQueues::new(&context).map_err(fails)?;
         let pool = Pool::new(properties.ordinal).map_err(fails)?;
         Ok(Arc::new(Self {
             properties,
             context: ManuallyDrop::new(context),
             stream: ManuallyDrop::new(stream),
             board: ManuallyDrop::new(board),
+            tile_queues: ManuallyDrop::new(tile_queues),
             pool: ManuallyDrop::new(pool),
             cache: CubinCache::find(),
             kernels: ManuallyDrop::default(),
@@ -194,6 +198,10 @@ impl Device {
         &self.board
     }
 
+    pub(in crate::sonic::gpu) fn tile_queues(&self) -> &TileQueues {
+        &self.tile_queues
+    }
+
     pub(super) fn pool(&self) -> &Pool {
         &self.pool
     }
@@ -282,6 +290,7 @@ impl Drop for Device {
             ManuallyDrop::drop(&mut self.kernels);
             ManuallyDrop::drop(&mut self.pool);
             ManuallyDrop::drop(&mut self.board);
+            ManuallyDrop::drop(&mut self.tile_queues);
             ManuallyDrop::drop(&mut self.stream);
             ManuallyDrop::drop(&mut self.context);
         }

@@ -9,6 +9,7 @@ mod pool;
 pub mod probe;
 mod status;
 mod tensor_map;
+mod tile_queue;
 
 pub use blas::{Blas, Entry, Factor, Product};
 pub use buffer::{Buffer, Guards, Scalar};
