@@ -169,13 +169,25 @@ impl BackwardResults<'_> {
                 down_backward_activation(layer, routing, dout, h, DownBackward { dh, a_prime, ds_partial: ds })?;
             }
         }
-        down_backward_weight(layer, routing, dout, a_prime, dw2)?;
-        up_backward_activation(layer, routing, dh, dx_expanded)?;
-        up_backward_weight(layer, routing, x, dh, dw1)?;
-        if let Some((db1, db2)) = biases {
-            up_bias_gradient(layer, routing, dh, db1)?;
-            down_bias_gradient(layer, routing, dout, db2)?;
-        }
-        combine_input_gradient(layer, routing, dx_expanded, dx)
+        // From here on dx, dw2 and dw1 share no result. dx̃ first: what combines it finds room where the others end.
+        let a_prime = &*a_prime;
+        let dh = &*dh;
+        let (mut db1, mut db2) = biases.unzip();
+        layer.device().side_by_side(
+            || {
+                up_backward_activation(layer, routing, dh, dx_expanded)?;
+                combine_input_gradient(layer, routing, dx_expanded, dx)
+            },
+            [
+                &mut || {
+                    down_backward_weight(layer, routing, dout, a_prime, dw2)?;
+                    db2.as_deref_mut().map_or(Ok(()), |db2| down_bias_gradient(layer, routing, dout, db2))
+                },
+                &mut || {
+                    up_backward_weight(layer, routing, x, dh, dw1)?;
+                    db1.as_deref_mut().map_or(Ok(()), |db1| up_bias_gradient(layer, routing, dh, db1))
+                },
+            ],
+        )
     }
 }

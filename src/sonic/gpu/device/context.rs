@@ -17,6 +17,7 @@ use crate::sonic::gpu::compile::{CubinCache, Found, KernelName, Variant};
 use super::kernel::{Argument, Grid, Kernel};
 use super::pool::Pool;
 use super::probe::{self, Properties, name_of};
+use super::side_by_side::Lanes;
 use super::status::StatusBoard;
 use super::tile_queue::TileQueues;
 
@@ -26,12 +27,14 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A Hopper GPU, opened.
 ///
-/// All work goes to one stream, in order: a buffer may be given back while kernels that read it are
-/// still under way, because the memory returns to the pool behind them.
+/// All work goes to one stream, in order; what a backward queues beside it, the stream waits for before
+/// anything else. So a buffer may be given back while kernels that read it are still under way, because the
+/// memory returns to the pool behind them.
 pub struct Device {
     properties: Properties,
     context: ManuallyDrop<Arc<CudaContext>>,
     stream: ManuallyDrop<Arc<CudaStream>>,
+    lanes: ManuallyDrop<Lanes>,
     board: ManuallyDrop<StatusBoard>,
     tile_queues: ManuallyDrop<TileQueues>,
     pool: ManuallyDrop<Pool>,
@@ -72,6 +75,7 @@ impl Device {
         let fails = |error| Absence::DriverFails { reason: name_of(error) };
         let context = CudaContext::new(properties.ordinal).map_err(fails)?;
         let stream = context.new_stream().map_err(fails)?;
+        let lanes = Lanes::new(&context).map_err(fails)?;
         let board = StatusBoard::new(&context).map_err(fails)?;
         let tile_queues = TileQueues::new(&context).map_err(fails)?;
         let pool = Pool::new(properties.ordinal).map_err(fails)?;
@@ -79,6 +83,7 @@ impl Device {
             properties,
             context: ManuallyDrop::new(context),
             stream: ManuallyDrop::new(stream),
+            lanes: ManuallyDrop::new(lanes),
             board: ManuallyDrop::new(board),
             tile_queues: ManuallyDrop::new(tile_queues),
             pool: ManuallyDrop::new(pool),
@@ -198,6 +203,15 @@ impl Device {
         &self.board
     }
 
+    pub(super) fn lanes(&self) -> &Lanes {
+        &self.lanes
+    }
+
+    /// The stream that this thread's kernels go to: the device's own, or one beside it.
+    pub(super) fn launch_stream(&self) -> &Arc<CudaStream> {
+        self.lanes.current().unwrap_or(&self.stream)
+    }
+
     pub(in crate::sonic::gpu) fn tile_queues(&self) -> &TileQueues {
         &self.tile_queues
     }
@@ -228,6 +242,9 @@ impl Device {
     pub(in crate::sonic::gpu) fn idle(&self) -> crate::Result<MutexGuard<'_, Option<ThreadId>>> {
         let turn = self.turn()?;
         match *turn {
+            None if self.lanes.current().is_some() => {
+                Err(Error::internal("kernels are being queued side by side: no allocation, copy or wait among them"))
+            }
             None => Ok(turn),
             Some(_) => Err(Error::internal("a graph is being recorded: it takes kernels, no allocation, copy or wait")),
         }
@@ -291,6 +308,7 @@ impl Drop for Device {
             ManuallyDrop::drop(&mut self.pool);
             ManuallyDrop::drop(&mut self.board);
             ManuallyDrop::drop(&mut self.tile_queues);
+            ManuallyDrop::drop(&mut self.lanes);
             ManuallyDrop::drop(&mut self.stream);
             ManuallyDrop::drop(&mut self.context);
         }

@@ -189,7 +189,7 @@ impl Kernel {
             blockDimY: 1,
             blockDimZ: 1,
             sharedMemBytes: grid.shared_bytes,
-            hStream: device.stream().cu_stream(),
+            hStream: device.launch_stream().cu_stream(),
             attrs: &mut attribute,
             numAttrs: u32::from(self.own_cluster == 0 && cluster > 1),
         };

@@ -7,6 +7,7 @@ mod graph;
 mod kernel;
 mod pool;
 pub mod probe;
+mod side_by_side;
 mod status;
 mod tensor_map;
 mod tile_queue;

@@ -59,6 +59,7 @@ impl std::fmt::Display for Stall {
             3 => "the scheduler, for an empty slot of the tile ring",
             4 => "a reader of the tile ring, for a full slot",
             5 => "the epilogue, for its operand",
+            6 => "the writer, for a filled slot of the epilogue",
             _ => "an unknown role",
         };
         write!(
