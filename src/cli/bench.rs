@@ -26,6 +26,7 @@ use crate::shape::Shape;
 use crate::sonic::cpu::CpuEngine;
 use crate::sonic::gpu::Load;
 
+pub use device::named;
 use products::PlainProducts;
 
 /// Measures forward and backward of a SwiGLU layer on the CPU or on a GPU, on random data.

@@ -13,6 +13,7 @@ pub mod identify;
 pub mod memory;
 pub mod replay;
 pub mod score;
+pub mod tune;
 pub mod verify;
 
 pub use console::{Console, Progress};
@@ -46,6 +47,7 @@ Examples:
   sonicmoe memory --shape 24576,1536,256,128,8    what does a layer keep for its backward?
   sonicmoe score                                  which check catches which planted bug?
   sonicmoe bench                                  how fast is the layer on this machine's CPU?
+  sonicmoe tune                                   which settings make a GPU's kernels fast?
   sonicmoe doctor                                 what can this machine run?
 
 Exit codes: 0 pass, 1 a number is wrong, 2 bad input, 3 a check could not have failed, 4 something
@@ -64,6 +66,7 @@ enum Command {
     Replay(replay::ReplayArgs),
     Shrink(replay::ShrinkArgs),
     Bench(bench::BenchArgs),
+    Tune(tune::TuneArgs),
     Dumper(dumper::DumperArgs),
     /// Says what this machine allows: driver, device, NVRTC, cuBLAS
     Doctor(doctor::Doctor),
@@ -99,6 +102,9 @@ fn run(command: &Command, console: &Console, out: &mut dyn Write) -> Verdict {
         Command::Score(args) => score::run(args, out),
         Command::Bench(args) => {
             bench::bench(args).and_then(|text| written(out.write_all(text.as_bytes()))).map(|()| Verdict::Pass)
+        }
+        Command::Tune(args) => {
+            tune::tune(args).and_then(|text| written(out.write_all(text.as_bytes()))).map(|()| Verdict::Pass)
         }
         Command::Dumper(args) => written(out.write_all(dumper::dumper(args).as_bytes())).map(|()| Verdict::Pass),
         Command::Doctor(args) => args.run(out).map(|()| Verdict::Pass),

@@ -12,7 +12,7 @@ use sonicmoe::case::campaign::{self, Fixed};
 use sonicmoe::case::strategy::Limits;
 use sonicmoe::case::table::edge_cases;
 
-use crate::{Judged, engine_or_skip, run_and_judge};
+use crate::{Judged, engine_or_skip, own_settings, run_and_judge};
 
 /// Sizes around tile edges, small enough for the f64 truth of hundreds of problems.
 const LIMITS: Limits = Limits { tokens: 300, width: 264, experts: 17, ..Limits::DEVICE };
@@ -25,14 +25,16 @@ fn every_edge_case_is_within_its_bounds() {
         .filter(|edge| Activation::WITH_KERNELS.contains(&edge.case.activation))
         .filter_map(|edge| {
             let problem = edge.case.problem::<bf16>().unwrap();
-            let failure = run_and_judge(engine, &problem).err()?;
+            let engines = [engine.clone(), engine.tuned(own_settings())];
+            let failure = engines.iter().find_map(|engine| run_and_judge(engine, &problem).err())?;
             Some(format!("{} ({}): {failure}", edge.claim, edge.case))
         })
         .collect();
     assert!(failures.is_empty(), "{} edge cases fail:\n{}", failures.len(), failures.join("\n"));
 }
 
-/// `SONICMOE_DEVICE_CASES` problems, 500 unless set; the message names the case to repeat.
+/// `SONICMOE_DEVICE_CASES` problems, 500 unless set, every second one with the kernels' own settings; the message
+/// names the case to repeat.
 #[test]
 fn random_problems_are_within_their_bounds() {
     let engine = engine_or_skip!();
@@ -43,7 +45,8 @@ fn random_problems_are_within_their_bounds() {
         .filter_map(|index| {
             let case = campaign::case(20_260_301, index, LIMITS, Fixed::default());
             let problem = case.problem::<bf16>().unwrap();
-            match run_and_judge(engine, &problem) {
+            let engine = if index % 2 == 0 { engine.clone() } else { engine.tuned(own_settings()) };
+            match run_and_judge(&engine, &problem) {
                 Ok((_, found)) => {
                     let mut judged = judged.lock().unwrap();
                     *judged = judged.and(found);
@@ -71,7 +74,9 @@ fn an_expert_without_tokens_gets_zero_gradients_wherever_it_stands() {
             counts[empty] = 0;
             let case = Case { biases, ..Case::new("0,72,136,5,1".parse().unwrap()) }.with_counts(&counts);
             let problem = case.problem::<bf16>().unwrap();
-            run_and_judge(engine, &problem).unwrap_or_else(|failure| panic!("{case}: {failure}"));
+            for engine in [engine.clone(), engine.tuned(own_settings())] {
+                run_and_judge(&engine, &problem).unwrap_or_else(|failure| panic!("{case}: {failure}"));
+            }
         }
     }
 }
@@ -82,7 +87,9 @@ fn widths_beyond_one_tile_and_many_rows_an_expert() {
     for (shape, seed) in [("1100,512,520,4,2", 1), ("700,776,264,3,1", 2), ("513,264,1032,6,2", 3)] {
         let case = Case::new(shape.parse().unwrap()).with_seed(seed).with_biases();
         let problem = case.problem::<bf16>().unwrap();
-        run_and_judge(engine, &problem).unwrap_or_else(|failure| panic!("{case}: {failure}"));
+        for engine in [engine.clone(), engine.tuned(own_settings())] {
+            run_and_judge(&engine, &problem).unwrap_or_else(|failure| panic!("{case}: {failure}"));
+        }
     }
 }
 

@@ -15,6 +15,7 @@ mod routing;
 mod settings;
 mod size;
 mod step;
+mod tuning;
 
 use std::sync::OnceLock;
 
@@ -24,7 +25,7 @@ use ndarray::{ArrayD, ArrayViewD, Axis};
 use sonicmoe::engine::{Engine, Outcome, Output, Record, run};
 use sonicmoe::oracle::{bound, judge, kernel};
 use sonicmoe::sonic::gpu::device::Guards;
-use sonicmoe::sonic::gpu::{Absence, GpuEngine};
+use sonicmoe::sonic::gpu::{Absence, GEMMS, GpuEngine, Tuning};
 use sonicmoe::{Gating, Problem};
 
 /// The engine on the first Hopper device, with red zones and NaN in every result before it is
@@ -46,6 +47,11 @@ macro_rules! engine_or_skip {
             }
         }
     };
+}
+
+/// The GEMMs as their sources have them, whatever suits a layer: small layers would never see their tiles.
+fn own_settings() -> Tuning {
+    GEMMS.into_iter().map(|kernel| (kernel, Default::default())).collect()
 }
 
 /// What a run of one problem was worth.

@@ -21,8 +21,9 @@ use super::absence::Absence;
 use super::backward::BackwardTensors;
 use super::device::{Buffer, Device, Guards, Scalar};
 use super::forward::ForwardTensors;
-use super::layer::{Layer, Tuning, upload};
+use super::layer::{Layer, upload};
 use super::routing::DeviceRouting;
+use super::tuning::Tuning;
 
 /// SonicMoE on a Hopper GPU: bf16 tensors, f32 sums on tensor cores. The router and its backward run
 /// on the host, by the code of the CPU path.

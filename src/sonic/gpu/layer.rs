@@ -12,10 +12,7 @@ use crate::problem::Problem;
 
 use super::compile::{KernelName, Variant};
 use super::device::{Buffer, Device, Guards};
-
-/// Constants that a kernel is compiled with beyond its own: tile settings, or a debug build's. They
-/// change how a kernel runs and never what it computes, except for the order of sums.
-pub type Tuning = BTreeMap<KernelName, BTreeMap<&'static str, u32>>;
+use super::tuning::{self, Tuning};
 
 /// The weights of a layer on a device: parameters, which stay while the layer does.
 pub struct Layer {
@@ -76,7 +73,7 @@ impl Layer {
         Ok(())
     }
 
-    /// Uploads the weights of `problem`.
+    /// Uploads the weights of `problem`; its kernels have the settings that are known to suit it.
     ///
     /// # Errors
     /// As [`Layer::accepts`]; or not enough device memory.
@@ -89,7 +86,11 @@ impl Layer {
         Ok(Self {
             device: Arc::clone(device),
             guards,
-            tuning: Tuning::new(),
+            tuning: tuning::for_layer(
+                [problem.d(), problem.n(), problem.e()],
+                problem.routed(),
+                device.properties().multiprocessors,
+            )?,
             activation: problem.activation(),
             d: problem.d(),
             n: problem.n(),
@@ -141,9 +142,20 @@ impl Layer {
         Self::takes(self.activation, [self.d, self.n, self.e], t, routed)
     }
 
-    /// The same weights, with kernels of other constants.
-    pub fn tuned(self, tuning: Tuning) -> Self {
-        Self { tuning, ..self }
+    /// The same weights, with these kernels of other constants.
+    pub fn tuned(mut self, tuning: Tuning) -> Self {
+        self.tuning.extend(tuning);
+        self
+    }
+
+    /// The same weights, with every kernel as its source has it.
+    pub fn with_own_settings(self) -> Self {
+        Self { tuning: Tuning::new(), ..self }
+    }
+
+    /// One kernel with other constants.
+    pub(super) fn retune(&mut self, kernel: KernelName, constants: BTreeMap<&'static str, u32>) {
+        self.tuning.insert(kernel, constants);
     }
 
     /// The form of `kernel` that this layer runs.

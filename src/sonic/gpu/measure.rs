@@ -155,6 +155,12 @@ impl Times {
     }
 }
 
+/// The middle of some times; NaN of none.
+pub(super) fn median(mut ms: Vec<f64>) -> f64 {
+    ms.sort_by(f64::total_cmp);
+    ms.get(ms.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
 /// A workload with all that is timed on it, recorded.
 pub struct Measurement {
     /// Graph, launches in it.

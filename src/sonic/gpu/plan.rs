@@ -1,5 +1,7 @@
 //! A layer with all of its buffers on the device, allocated once: nothing is allocated when it runs.
 
+use std::collections::BTreeMap;
+
 use half::bf16;
 
 use crate::engine::{Keeping, Ledger};
@@ -138,6 +140,29 @@ impl Plan {
             KernelName::CombineInputGradient => combine_input_gradient(layer, routing, wide, dx),
             other => Err(Error::internal(format!("{} is none of the eight kernels", other.name()))),
         }
+    }
+
+    /// Compiles one kernel with other constants from now on.
+    ///
+    /// # Errors
+    /// Constants under which ds has another number of parts than was allocated.
+    pub fn retune(&mut self, kernel: KernelName, constants: BTreeMap<&'static str, u32>) -> crate::Result<()> {
+        let before = score_tiles(&self.layer)?;
+        self.layer.retune(kernel, constants);
+        let parts = score_tiles(&self.layer)?;
+        if before != parts {
+            return Err(Error::size(
+                "the number of parts of ds",
+                parts,
+                format!("the plan was allocated for {before}"),
+            ));
+        }
+        Ok(())
+    }
+
+    /// The layer alone; every buffer is given back.
+    pub fn into_layer(self) -> Layer {
+        self.layer
     }
 
     /// What stays from forward to backward: the caller's x, h, and the routing.

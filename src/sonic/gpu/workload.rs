@@ -17,6 +17,7 @@ use crate::shape::{ExpertId, Shape, TokenId};
 use super::device::{Buffer, Device, Guards};
 use super::layer::Layer;
 use super::routing::DeviceRouting;
+use super::tuning;
 use super::witness::fill_normal;
 
 /// How tokens spread over the experts.
@@ -139,8 +140,9 @@ impl Workload {
             Ok(buffer)
         };
         let (w1, w2) = (normal("w1", e * 2 * n * d, 1, d)?, normal("w2", e * d * n, 2, n)?);
+        let layer = Layer::of(device, Activation::SwiGlu, [d, n, e], w1, w2, guards)?;
         Ok(Loaded {
-            layer: Layer::of(device, Activation::SwiGlu, [d, n, e], w1, w2, guards)?,
+            layer: layer.tuned(tuning::for_layer([d, n, e], routing.routed(), device.properties().multiprocessors)?),
             x: normal("x", t * d, 3, 1)?,
             dout: normal("dout", t * d, 4, 1)?,
             on_device: DeviceRouting::upload(device, &routing, &scores, guards)?,

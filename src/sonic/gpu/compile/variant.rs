@@ -1,9 +1,10 @@
 //! A kernel and the constants it is compiled with.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use crate::activation::{Activation, Gelu};
+use crate::sonic::gpu::tuning::{MODELLED, Setting, Table};
 
 use super::sources::{HEADERS, KernelName};
 
@@ -90,8 +91,27 @@ impl Variant {
         self
     }
 
-    /// Every variant that the engine may ask for.
+    /// Every variant that the engine may ask for: of the GEMMs with their own settings, with those of the carried
+    /// table, and with those that the cost model may choose.
     pub fn all() -> Vec<Self> {
+        let table = Table::carried().unwrap_or_default();
+        let settings = |kernel: KernelName| -> BTreeSet<BTreeMap<&'static str, u32>> {
+            let modelled = MODELLED.contains(&kernel).then(|| Setting::narrow(kernel)).flatten();
+            let chosen = table.settings(kernel).chain(modelled).map(|setting| setting.constants(kernel));
+            chosen.chain([BTreeMap::new()]).collect()
+        };
+        let untuned = Self::all_untuned().into_iter();
+        untuned
+            .flat_map(|variant| {
+                settings(variant.kernel).into_iter().map(move |constants| {
+                    let variant = variant.clone();
+                    constants.into_iter().fold(variant, |variant, (name, value)| variant.with(name, value))
+                })
+            })
+            .collect()
+    }
+
+    fn all_untuned() -> Vec<Self> {
         KernelName::ALL
             .iter()
             .flat_map(|&kernel| match kernel {
@@ -186,8 +206,6 @@ fn fnv(hash: u128, bytes: &[u8]) -> u128 {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
-
     use super::*;
 
     #[test]
