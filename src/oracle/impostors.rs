@@ -144,6 +144,9 @@ impl Impostors {
         let (row, truth) = (self.of_first, piece.truth);
         if let Some(last) = self.last.take() {
             candidate.follow(self.dtype, &last, &truth[..row]);
+            if !candidate.within {
+                return;
+            }
         }
         let before_last = truth.len() - row;
         let others: Vec<(&'static str, &[f64])> =
@@ -241,10 +244,13 @@ mod tests {
     fn impostors_pass_piece_by_piece_as_they_pass_at_once() {
         // The last row shifts into the first.
         let (shifts, not_around) = ([0.5, 1.0, 1.0, 0.5, 0.5, 0.5], [0.5, 1.0, 1.0, 0.5, 0.25, 0.5]);
+        // The first row does not take the second's place.
+        let not_first = [0.5, 0.25, 1.0, 0.5, 0.5, 0.5];
         for ends in [&[0, 6][..], &[0, 2, 6], &[0, 2, 2, 4, 6]] {
             assert_eq!(passing([2.0; 6], ends), [ZEROS, SHIFTED, "swapped"], "{ends:?}");
             assert_eq!(passing(shifts, ends), [SHIFTED, "swapped"], "{ends:?}");
             assert_eq!(passing(not_around, ends), ["swapped"], "{ends:?}");
+            assert_eq!(passing(not_first, ends), ["swapped"], "{ends:?}");
             assert_eq!(passing([0.125; 6], ends), [""; 0], "{ends:?}");
         }
     }
