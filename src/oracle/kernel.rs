@@ -5,16 +5,23 @@
 //! kernel that made it. a is judged from x and w1 under the fused model, because its kernel takes it
 //! from the accumulator and not from the stored h.
 
-use ndarray::{Dimension, Ix2};
+mod judging;
+
+use ndarray::{ArrayD, ArrayView2, Ix2, s};
 
 use super::bound::ball::{Ball, Measure};
-use super::bound::matrix::{Balls, Balls1, Balls2};
-use super::bound::{Keep, Model, add_router_part, check_routing, eager, fused, router};
+use super::bound::buffers::Buffers;
+use super::bound::matrix::{Balls, Balls1, Balls2, Operand};
+use super::bound::midpoints::Midpoints;
+use super::bound::{Keep, Model, add_router_part, check_routing, eager, fused, router, sums};
 use super::judge::Bounded;
 use crate::engine::{Numerics, Output, Results, RoundingModel};
 use crate::error::{Error, Result};
 use crate::problem::{Gating, Problem};
 use crate::routing::Routing;
+use crate::shape::ExpertId;
+use judging::Bounds;
+pub(crate) use judging::KernelPiece;
 
 /// One result of one kernel, from what that kernel read.
 #[derive(Clone, Debug)]
@@ -55,27 +62,41 @@ pub fn kernels(
     results: &Results,
     numerics: &Numerics,
 ) -> Result<Vec<KernelBound>> {
-    let mut list = Vec::new();
-    each(problem, routing, results, numerics, &|_| true, &mut |bound| {
-        list.push(bound);
+    let mut list: Vec<KernelBound> = Vec::new();
+    each(problem, routing, results, numerics, &|_| true, &mut |piece| {
+        let KernelPiece { kernel, output, shape, place, truth, bound } = *piece;
+        let at = list.iter().position(|known| (known.kernel, known.output) == (kernel, output));
+        let at = at.unwrap_or_else(|| {
+            let bounded = Bounded { truth: ArrayD::zeros(shape), bound: ArrayD::zeros(shape) };
+            list.push(KernelBound { kernel, output, bounded });
+            list.len() - 1
+        });
+        let Bounded { truth: whole, bound: of_whole } = &mut list[at].bounded;
+        for (into, from) in [(whole, truth), (of_whole, bound)] {
+            let into = into.as_slice_mut().and_then(|into| into.get_mut(place..place + from.len()));
+            into.ok_or_else(|| Error::internal(format!("{output} has more parts than elements")))?
+                .copy_from_slice(from);
+        }
         Ok(())
     })?;
     Ok(list)
 }
 
-/// The same of the results that `wanted` names, one after the other: together they may be large.
+/// The same of the results that `wanted` names, piece by piece: together they may be large. The pieces of one
+/// result come in order, and the first of every result is there even where it has no element.
 pub(crate) fn each(
     problem: &Problem<'_, f64>,
     routing: &Routing,
     results: &Results,
     numerics: &Numerics,
     wanted: Keep<'_>,
-    judge: &mut dyn FnMut(KernelBound) -> Result<()>,
+    judge: &mut dyn FnMut(&KernelPiece<'_>) -> Result<()>,
 ) -> Result<()> {
     check_routing(problem, routing)?;
     let model = Model::new(problem, routing, numerics, Measure::Worst);
     let read = Recorded::read(problem, routing, results)?;
-    let mut bounds = Bounds { results, wanted, judge, outcome: Ok(()) };
+    let buffers = Buffers::default();
+    let mut bounds = Bounds::new(&model, results, wanted, judge, &buffers);
     match numerics.rounding {
         RoundingModel::Fused => fused_kernels(&model, &read, &mut bounds),
         RoundingModel::Eager => eager_steps(&model, &read, &mut bounds),
@@ -84,28 +105,7 @@ pub(crate) fn each(
     if let Gating::Router(of_layer) = problem.gating() {
         router_kernels(&model, of_layer, &read, &mut bounds);
     }
-    bounds.outcome
-}
-
-/// Judges the results that are there and wanted.
-struct Bounds<'r> {
-    results: &'r Results,
-    wanted: Keep<'r>,
-    judge: &'r mut dyn FnMut(KernelBound) -> Result<()>,
-    outcome: Result<()>,
-}
-
-impl Bounds<'_> {
-    fn wants(&self, outputs: &[Output]) -> bool {
-        self.outcome.is_ok()
-            && outputs.iter().any(|&output| self.results.contains_key(&output) && (self.wanted)(output))
-    }
-
-    fn push<D: Dimension>(&mut self, kernel: &'static str, output: Output, balls: Balls<D>) {
-        if self.wants(&[output]) {
-            self.outcome = (self.judge)(KernelBound { kernel, output, bounded: balls.bounded() });
-        }
-    }
+    bounds.finish()
 }
 
 /// What the kernels read from each other, as stored.
@@ -155,10 +155,14 @@ impl<'r> Recorded<'r> {
         Ok(Self { results, scores, score_of_row, ds: by_pair(Output::Ds)? })
     }
 
-    /// A matrix, if it is there: it is copied for the kernel that reads it, and gone after.
-    fn matrix(&self, output: Output) -> Option<Balls2> {
-        let stored = self.results.get(&output)?;
-        Some(Balls::exact(stored.values.view().into_dimensionality::<Ix2>().ok()?.to_owned()))
+    /// A matrix, if it is there.
+    fn matrix(&self, output: Output) -> Option<ArrayView2<'_, f64>> {
+        self.results.get(&output)?.values.view().into_dimensionality::<Ix2>().ok()
+    }
+
+    /// A matrix by token and expert, copied.
+    fn balls(&self, output: Output) -> Option<Balls2> {
+        Some(Balls::exact(self.matrix(output)?.to_owned()))
     }
 }
 
@@ -174,108 +178,154 @@ const BIAS_GRADIENTS: &str = "bias gradients";
 const ROUTER: &str = "router";
 
 /// Kernels 1 to 5 and db2, as they round when fused.
-fn fused_kernels(model: &Model<'_, '_>, read: &Recorded<'_>, bounds: &mut Bounds<'_>) {
+fn fused_kernels(model: &Model<'_, '_>, read: &Recorded<'_>, bounds: &mut Bounds<'_, '_>) {
+    let rows = |expert: ExpertId| model.routing.rows_of_expert(expert);
     if bounds.wants(&[Output::H, Output::A]) {
-        let [h, a] = fused::up_forward(model);
-        bounds.push(UP_FORWARD, Output::H, h);
-        bounds.push(UP_FORWARD, Output::A, a);
+        let outputs = [Output::H, Output::A];
+        bounds.each_expert(UP_FORWARD, outputs, |known, expert| (fused::up_forward(model, known, expert), ()));
     }
     if bounds.wants(&[Output::Y])
-        && let Some(a) = &read.matrix(Output::A)
+        && let Some(a) = read.matrix(Output::A)
     {
-        bounds.push(DOWN_FORWARD, Output::Y, fused::down_forward(model, a));
+        bounds.each_expert(DOWN_FORWARD, [Output::Y], |known, expert| {
+            ([fused::down_forward(model, known, expert, Operand::exact(a).rows(rows(expert)))], ())
+        });
     }
     if bounds.wants(&[Output::Dw2])
-        && let Some(a_prime) = &read.matrix(Output::APrime)
+        && let Some(a_prime) = read.matrix(Output::APrime)
     {
-        bounds.push(DOWN_BACKWARD_WEIGHT, Output::Dw2, fused::down_backward_weight(model, a_prime));
+        bounds.each_expert(DOWN_BACKWARD_WEIGHT, [Output::Dw2], |known, expert| {
+            ([fused::down_backward_weight(model, known, expert, Operand::exact(a_prime).rows(rows(expert)))], ())
+        });
     }
     let Some(scores) = &read.score_of_row else { return };
     if bounds.wants(&[Output::O])
-        && let Some(y) = &read.matrix(Output::Y)
+        && let Some(y) = read.matrix(Output::Y)
     {
-        bounds.push(COMBINE, Output::O, fused::combine(model, y, scores));
+        let y = Operand::exact(y);
+        bounds.each_token(COMBINE, Output::O, |tokens| sums::of_tokens(model, y, Some(scores), tokens));
     }
     if bounds.wants(&[Output::Dh, Output::APrime, Output::Ds])
-        && let Some(h) = &read.matrix(Output::H)
+        && let Some(h) = read.matrix(Output::H)
     {
-        let fused::DownBackward { dh, a_prime, ds } = fused::down_backward_activation(model, h, scores);
-        bounds.push(DOWN_BACKWARD_ACTIVATION, Output::Dh, dh);
-        bounds.push(DOWN_BACKWARD_ACTIVATION, Output::APrime, a_prime);
-        bounds.push(DOWN_BACKWARD_ACTIVATION, Output::Ds, Balls1::from_balls(model.routing.to_pairs(&ds)));
+        let outputs = [Output::Dh, Output::APrime];
+        let ds = bounds.each_expert(DOWN_BACKWARD_ACTIVATION, outputs, |known, expert| {
+            let h = known.exact(model, h.slice(s![rows(expert), ..]));
+            let fused::DownBackward { dh, a_prime, ds } =
+                fused::down_backward_activation(model, known, expert, &h, &scores[rows(expert)]);
+            known.give(model, h);
+            ([dh, a_prime], ds)
+        });
+        push_ds(model, bounds, &ds.concat());
     }
     if bounds.wants(&[Output::Db2]) {
-        bounds.push(BIAS_GRADIENTS, Output::Db2, fused::b2_gradient(model, scores));
+        let gradients = model.of_each_expert(model.problem.d(), |expert| {
+            fused::b2_gradient(model, &Midpoints::new(bounds.buffers), expert, &scores[rows(expert)])
+        });
+        bounds.push(BIAS_GRADIENTS, Output::Db2, gradients);
     }
 }
 
 /// The same steps, op by op.
-fn eager_steps(model: &Model<'_, '_>, read: &Recorded<'_>, bounds: &mut Bounds<'_>) {
+fn eager_steps(model: &Model<'_, '_>, read: &Recorded<'_>, bounds: &mut Bounds<'_, '_>) {
+    let rows = |expert: ExpertId| model.routing.rows_of_expert(expert);
     if bounds.wants(&[Output::H]) {
-        bounds.push(UP_FORWARD, Output::H, eager::up_forward(model));
+        bounds.each_expert(UP_FORWARD, [Output::H], |known, expert| ([eager::up_forward(model, known, expert)], ()));
     }
     if bounds.wants(&[Output::A])
-        && let Some(h) = &read.matrix(Output::H)
+        && let Some(h) = read.matrix(Output::H)
     {
-        bounds.push(UP_FORWARD, Output::A, eager::activate(model, h));
+        bounds.each_expert(UP_FORWARD, [Output::A], |known, expert| {
+            let h = known.exact(model, h.slice(s![rows(expert), ..]));
+            let a = eager::activate(model, known, &h);
+            known.give(model, h);
+            ([a], ())
+        });
     }
     if bounds.wants(&[Output::Y])
-        && let Some(a) = &read.matrix(Output::A)
+        && let Some(a) = read.matrix(Output::A)
     {
-        bounds.push(DOWN_FORWARD, Output::Y, eager::down_forward(model, a));
+        bounds.each_expert(DOWN_FORWARD, [Output::Y], |known, expert| {
+            ([eager::down_forward(model, known, expert, Operand::exact(a).rows(rows(expert)))], ())
+        });
     }
     let Some(scores) = &read.score_of_row else { return };
     if bounds.wants(&[Output::O])
-        && let Some(y) = &read.matrix(Output::Y)
+        && let Some(y) = read.matrix(Output::Y)
     {
-        bounds.push(COMBINE, Output::O, eager::combine(model, y, scores));
+        let y = Operand::exact(y);
+        bounds.each_token(COMBINE, Output::O, |tokens| sums::of_tokens(model, y, Some(scores), tokens));
     }
     if bounds.wants(&[Output::Dh, Output::Ds])
-        && let (Some(h), Some(y)) = (&read.matrix(Output::H), &read.matrix(Output::Y))
+        && let (Some(h), Some(y)) = (read.matrix(Output::H), read.matrix(Output::Y))
     {
-        let eager::DownBackward { dh, ds } = eager::down_backward_activation(model, h, y, scores);
-        bounds.push(DOWN_BACKWARD_ACTIVATION, Output::Dh, dh);
-        bounds.push(DOWN_BACKWARD_ACTIVATION, Output::Ds, Balls1::from_balls(model.routing.to_pairs(&ds)));
+        let ds = bounds.each_expert(DOWN_BACKWARD_ACTIVATION, [Output::Dh], |known, expert| {
+            let dy = eager::y_gradient(model, known, expert, &scores[rows(expert)]);
+            let [h, y] = [h, y].map(|matrix| known.exact(model, matrix.slice(s![rows(expert), ..])));
+            let eager::DownBackward { dh, ds } = eager::down_backward_activation(model, known, expert, [&h, &y, &dy]);
+            [h, y, dy].into_iter().for_each(|balls| known.give(model, balls));
+            ([dh], ds)
+        });
+        push_ds(model, bounds, &ds.concat());
     }
     if bounds.wants(&[Output::Dw2])
-        && let Some(a) = &read.matrix(Output::A)
+        && let Some(a) = read.matrix(Output::A)
     {
-        bounds.push(DOWN_BACKWARD_WEIGHT, Output::Dw2, eager::down_backward_weight(model, a, scores));
+        bounds.each_expert(DOWN_BACKWARD_WEIGHT, [Output::Dw2], |known, expert| {
+            let dy = eager::y_gradient(model, known, expert, &scores[rows(expert)]);
+            let dw2 = eager::down_backward_weight(model, known, Operand::exact(a).rows(rows(expert)), &dy);
+            known.give(model, dy);
+            ([dw2], ())
+        });
     }
     if bounds.wants(&[Output::Db2]) {
-        bounds.push(BIAS_GRADIENTS, Output::Db2, eager::b2_gradient(model, scores));
+        let gradients = model.of_each_expert(model.problem.d(), |expert| {
+            let known = Midpoints::new(bounds.buffers);
+            let dy = eager::y_gradient(model, &known, expert, &scores[rows(expert)]);
+            let db2 = eager::b2_gradient(model, &dy);
+            known.give(model, dy);
+            db2
+        });
+        bounds.push(BIAS_GRADIENTS, Output::Db2, gradients);
     }
 }
 
+fn push_ds(model: &Model<'_, '_>, bounds: &mut Bounds<'_, '_>, by_row: &[Ball]) {
+    bounds.push(DOWN_BACKWARD_ACTIVATION, Output::Ds, Balls1::from_balls(model.routing.to_pairs(by_row)));
+}
+
 /// Kernels 6 and 7 and db1, which round the same way in both models, and kernel 8.
-fn shared_kernels(model: &Model<'_, '_>, read: &Recorded<'_>, bounds: &mut Bounds<'_>) {
-    if bounds.wants(&[Output::DxExpanded, Output::Dw1, Output::Db1])
-        && let Some(dh) = &read.matrix(Output::Dh)
-    {
+fn shared_kernels(model: &Model<'_, '_>, read: &Recorded<'_>, bounds: &mut Bounds<'_, '_>) {
+    if let Some(dh) = read.matrix(Output::Dh) {
+        let of_expert = |expert: ExpertId| Operand::exact(dh).rows(model.routing.rows_of_expert(expert));
         if bounds.wants(&[Output::DxExpanded]) {
-            bounds.push(UP_BACKWARD_ACTIVATION, Output::DxExpanded, fused::up_backward_activation(model, dh));
+            bounds.each_expert(UP_BACKWARD_ACTIVATION, [Output::DxExpanded], |known, expert| {
+                ([fused::up_backward_activation(model, known, expert, of_expert(expert))], ())
+            });
         }
         if bounds.wants(&[Output::Dw1]) {
-            bounds.push(UP_BACKWARD_WEIGHT, Output::Dw1, fused::up_backward_weight(model, dh));
+            bounds.each_expert(UP_BACKWARD_WEIGHT, [Output::Dw1], |known, expert| {
+                ([fused::up_backward_weight(model, known, expert, of_expert(expert))], ())
+            });
         }
         if bounds.wants(&[Output::Db1]) {
-            bounds.push(BIAS_GRADIENTS, Output::Db1, fused::b1_gradient(model, dh));
+            let gradients = model.of_each_expert(dh.ncols(), |expert| fused::b1_gradient(model, of_expert(expert)));
+            bounds.push(BIAS_GRADIENTS, Output::Db1, gradients);
         }
     }
     if !bounds.wants(&[Output::Dx]) {
         return;
     }
-    let Some(dx_expanded) = &read.matrix(Output::DxExpanded) else { return };
-    let of_experts = match model.rounding {
-        RoundingModel::Fused => fused::combine_gradient(model, dx_expanded),
-        RoundingModel::Eager => eager::combine_gradient(model, dx_expanded),
-    };
+    let Some(dx_expanded) = read.matrix(Output::DxExpanded) else { return };
+    let of_experts = |tokens| sums::of_tokens(model, Operand::exact(dx_expanded), None, tokens);
     match model.problem.gating() {
-        Gating::Given { .. } => bounds.push(COMBINE_GRADIENT, Output::Dx, of_experts),
+        Gating::Given { .. } => bounds.each_token(COMBINE_GRADIENT, Output::Dx, of_experts),
         Gating::Router(of_layer) => {
-            if let Some(dlogits) = &read.matrix(Output::Dlogits) {
+            if let Some(dlogits) = &read.balls(Output::Dlogits) {
                 let of_router = router::dx(model, of_layer, dlogits);
-                bounds.push(COMBINE_GRADIENT, Output::Dx, add_router_part(model, of_experts, &of_router));
+                bounds.each_token(COMBINE_GRADIENT, Output::Dx, |tokens| {
+                    add_router_part(model, of_experts(tokens.clone()), of_router.operand().rows(tokens))
+                });
             }
         }
     }
@@ -285,16 +335,16 @@ fn router_kernels(
     model: &Model<'_, '_>,
     of_layer: &crate::problem::Router<'_, f64>,
     read: &Recorded<'_>,
-    bounds: &mut Bounds<'_>,
+    bounds: &mut Bounds<'_, '_>,
 ) {
     bounds.push(ROUTER, Output::Logits, router::logits(model, of_layer));
-    if let Some(logits) = &read.matrix(Output::Logits) {
+    if let Some(logits) = &read.balls(Output::Logits) {
         bounds.push(ROUTER, Output::Scores, Balls1::from_balls(router::scores(model, of_layer, logits)));
         if let (Some(scores), Some(ds)) = (&read.scores, &read.ds) {
             bounds.push(ROUTER, Output::Dlogits, router::dlogits(model, of_layer, logits, scores, ds));
         }
     }
-    if let Some(dlogits) = &read.matrix(Output::Dlogits) {
+    if let Some(dlogits) = &read.balls(Output::Dlogits) {
         bounds.push(ROUTER, Output::DrouterW, router::w_gradient(model, dlogits));
         bounds.push(ROUTER, Output::DrouterB, router::b_gradient(model, dlogits));
     }

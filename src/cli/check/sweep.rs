@@ -8,6 +8,7 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
 use ndarray::{Array1, Array2, ArrayD, Axis};
+use rayon::prelude::*;
 
 use super::trial::is_result;
 use crate::dump::Dump;
@@ -16,14 +17,16 @@ use crate::engine::{Numerics, Output, Stored};
 use crate::error::{Error, Result};
 use crate::oracle::bias::{Leaning, TwinPiece, twin_models};
 use crate::oracle::bound::ball::Measure;
-use crate::oracle::bound::{self, Model, Part, Parts, Pass};
-use crate::oracle::impostors::{Impostors, Piece, biases, lean};
+use crate::oracle::bound::buffers::Buffers;
+use crate::oracle::bound::{self, Model, Part, Parts, Pass, place_of};
+use crate::oracle::impostors::{self, Impostors, biases, lean};
 use crate::oracle::judge::{Judging, compare, in_order};
 use crate::oracle::statistic::LIMIT;
 use crate::oracle::{HeatMap, Judgement, vacuity};
 use crate::problem::Problem;
 use crate::report::number;
 use crate::routing::Routing;
+use crate::shape::ExpertId;
 
 /// What takes gate for up, among impostors.
 const SWAPPED: &str = "gate and up swapped";
@@ -101,30 +104,35 @@ impl Sweep<'_, '_> {
         let twin_models = self.twin.as_ref().map(|(problem, numerics)| twin_models(problem, routing, numerics));
         let shift = self.twin.as_ref().map_or(0.0, |(_, numerics)| numerics.storage.unit_roundoff());
 
-        let mut limits = Pass::new(&model, &keep, &apart)?;
+        let buffers = Buffers::default();
+        let mut limits = Pass::new(&model, &keep, &apart, &buffers)?;
         let mut swapped = match problem.activation().gated() {
-            true => Some(Pass::new(&swapped_model, &keep, &apart)?),
+            true => Some(Pass::new(&swapped_model, &keep, &apart, &buffers)?),
             false => None,
         };
         let mut twins = match &twin_models {
-            Some(models) => Some(Pass::new(models, &keep_results, &apart)?),
+            Some(models) => Some(Pass::new(models, &keep_results, &apart, &buffers)?),
             None => None,
         };
-        while let Some((experts, of_limit)) = limits.next_experts() {
-            let mut of_swapped = next(&mut swapped);
-            let mut of_twin = next(&mut twins);
+        loop {
+            let ((of_limit, mut of_swapped), mut of_twin) =
+                rayon::join(|| rayon::join(|| limits.next_experts(), || next(&mut swapped)), || next(&mut twins));
+            let Some((experts, of_limit)) = of_limit else { break };
+            let mut pieces: BTreeMap<Output, Vec<Piece>> = BTreeMap::new();
             for (index, (expert, parts)) in experts.zip(of_limit).enumerate() {
                 for (output, part) in parts {
-                    let place = place_of(output, problem, routing, expert);
+                    let place = place_of(output, problem, routing, ExpertId(expert as u32));
                     let swapped = take(&mut of_swapped, index, output);
                     let twin = take(&mut of_twin, index, output);
-                    bench.look_at_parts(output, place, [Some(part), swapped, twin], times, shift)?;
+                    pieces.entry(output).or_default().push(Piece { place, limit: part, swapped, twin });
                 }
             }
+            bench.look_at(pieces, [times, shift], &buffers)?;
             if bench.fails() {
                 (swapped, twins) = (None, None);
             }
         }
+        buffers.clear();
         let mut rest = limits.finish()?;
         let mut rest_of_swapped = swapped.map(Pass::finish).transpose()?;
         let mut rest_of_twins = twins.map(Pass::finish).transpose()?;
@@ -134,11 +142,10 @@ impl Sweep<'_, '_> {
                 let radii = found.radii.iter_mut().filter_map(|radii| radii.remove(output));
                 Some(Part { radii: radii.map(in_one_row).collect(), truth: in_one_row(truth) })
             };
-            let parts = [Some(&mut rest), rest_of_swapped.as_mut(), rest_of_twins.as_mut()];
-            let parts = parts.map(|found| found.and_then(part));
-            if parts[0].is_some() {
-                bench.look_at_parts(*output, 0, parts, times, shift)?;
-            }
+            let Some(limit) = part(&mut rest) else { continue };
+            let [swapped, twin] = [&mut rest_of_swapped, &mut rest_of_twins].map(|rest| rest.as_mut().and_then(part));
+            let pieces = BTreeMap::from([(*output, vec![Piece { place: 0, limit, swapped, twin }])]);
+            bench.look_at(pieces, [times, shift], &buffers)?;
         }
         Ok(())
     }
@@ -160,17 +167,13 @@ fn in_one_row(array: ArrayD<f64>) -> Array2<f64> {
     Array1::from(numbers).insert_axis(Axis(0))
 }
 
-/// Where an expert's part of a result begins.
-fn place_of(output: Output, problem: &Problem<'_, f64>, routing: &Routing, expert: usize) -> usize {
-    let (d, n, width) = (problem.d(), problem.n(), problem.h_width());
-    let row = routing.expert_offsets()[expert] as usize;
-    match output {
-        Output::Dw1 => expert * width * d,
-        Output::Dw2 => expert * d * n,
-        Output::H | Output::Dh => row * width,
-        Output::A | Output::APrime => row * n,
-        _ => row * d,
-    }
+/// A piece of a result, as each of the three passes has it.
+struct Piece {
+    /// Where it begins, in row-major order.
+    place: usize,
+    limit: Part,
+    swapped: Option<Part>,
+    twin: Option<Part>,
 }
 
 /// All results on their way.
@@ -192,17 +195,81 @@ impl Bench<'_, '_, '_> {
         self.results.values().any(|result| result.judging.fails())
     }
 
-    /// Limit, swapped and twin of one piece.
-    fn look_at_parts(
+    /// Looks at pieces of several results at once, at those of one result in their order.
+    fn look_at(
         &mut self,
+        mut pieces: BTreeMap<Output, Vec<Piece>>,
+        factors: [f64; 2],
+        buffers: &Buffers,
+    ) -> Result<()> {
+        let sweep = self.sweep;
+        for (&output, pieces) in &pieces {
+            let (Some(stored), Some(Piece { swapped, twin, .. })) = (sweep.dump.results.get(&output), pieces.first())
+            else {
+                continue;
+            };
+            let result = || Before::new(sweep, output, stored, twin.is_some(), swapped.is_some());
+            self.results.entry(output).or_insert_with(result);
+        }
+        let results = self.results.iter_mut();
+        let results = results.filter_map(|(&output, result)| Some((output, result, pieces.remove(&output)?)));
+        let results: Vec<(Output, &mut Before<'_>, Vec<Piece>)> = results.collect();
+        results.into_par_iter().try_for_each(|(output, result, pieces)| {
+            pieces.into_iter().try_for_each(|piece| result.look_at(sweep.routing, output, piece, factors, buffers))
+        })
+    }
+
+    fn look(&mut self, output: Output, place: usize, numbers: &Numbers<'_>) -> Result<()> {
+        let sweep = self.sweep;
+        let Some(stored) = sweep.dump.results.get(&output) else { return Ok(()) };
+        let (twin, swapped) = (numbers.twin.is_some(), numbers.swapped.is_some());
+        let result = self.results.entry(output).or_insert_with(|| Before::new(sweep, output, stored, twin, swapped));
+        result.look(sweep.routing, output, place, numbers)
+    }
+}
+
+fn row_major(output: Output, array: &Array2<f64>) -> Result<&[f64]> {
+    array.as_slice().ok_or_else(|| Error::internal(format!("{output} is not in row-major order")))
+}
+
+/// One result before every oracle.
+struct Before<'b> {
+    values: Cow<'b, [f64]>,
+    dtype: DType,
+    judging: Judging,
+    /// Towards 0, and towards gate and up swapped.
+    leanings: Vec<Leaning>,
+    impostors: Impostors,
+    heat: Option<HeatMap>,
+}
+
+impl<'b> Before<'b> {
+    fn new(sweep: &Sweep<'_, '_>, output: Output, stored: &'b Stored, twin: bool, swapped: bool) -> Self {
+        let (shape, dtype) = (stored.values.shape(), stored.dtype);
+        let judging = Judging::new(output, stored.dtype, shape, sweep.dump.file_order(output));
+        let impostors = Impostors::new(stored.dtype, shape);
+        let (leanings, impostors) = match &sweep.twin {
+            Some((problem, numerics)) if twin => {
+                let leaning = Leaning::new(output, (problem, numerics), stored.dtype, shape);
+                let directions = 1 + usize::from(swapped);
+                (vec![leaning.clone(); directions], impostors.judged_by(leaning, directions))
+            }
+            _ => (Vec::new(), impostors),
+        };
+        Self { values: in_order(&stored.values), dtype, judging, leanings, impostors, heat: None }
+    }
+
+    /// Limit, swapped and twin of one piece.
+    fn look_at(
+        &mut self,
+        routing: &Routing,
         output: Output,
-        place: usize,
-        [limit, swapped, twin]: [Option<Part>; 3],
-        times: f64,
-        shift: f64,
+        piece: Piece,
+        [times, shift]: [f64; 2],
+        buffers: &Buffers,
     ) -> Result<()> {
         let no_radius = || Error::internal(format!("{output} has a truth and no radius"));
-        let Part { truth, radii } = limit.ok_or_else(no_radius)?;
+        let Piece { place, limit: Part { truth, radii }, swapped, twin } = piece;
         let mut bound = radii.into_iter().next().ok_or_else(no_radius)?;
         if times != 1.0 {
             bound *= times;
@@ -217,7 +284,7 @@ impl Bench<'_, '_, '_> {
             }
             None => None,
         };
-        let twin = match &twin {
+        let of_twin = match &twin {
             Some([truth, random, systematic]) => {
                 let [truth, random, systematic] =
                     [row_major(output, truth)?, row_major(output, random)?, row_major(output, systematic)?];
@@ -225,24 +292,25 @@ impl Bench<'_, '_, '_> {
             }
             None => None,
         };
-        let swapped = swapped.as_ref().map(|part| row_major(output, &part.truth)).transpose()?;
-        let numbers = Numbers { truth: row_major(output, &truth)?, bound: row_major(output, &bound)?, twin, swapped };
-        self.look(output, place, &numbers)
+        let of_swapped = swapped.as_ref().map(|part| row_major(output, &part.truth)).transpose()?;
+        let (of_truth, of_bound) = (row_major(output, &truth)?, row_major(output, &bound)?);
+        let numbers = Numbers { truth: of_truth, bound: of_bound, twin: of_twin, swapped: of_swapped };
+        self.look(routing, output, place, &numbers)?;
+        let gone = [truth, bound].into_iter().chain(twin.into_iter().flatten());
+        gone.chain(swapped.map(|part| part.truth)).for_each(|array| buffers.give(array));
+        Ok(())
     }
 
-    fn look(&mut self, output: Output, place: usize, numbers: &Numbers<'_>) -> Result<()> {
-        let sweep = self.sweep;
-        let Some(stored) = sweep.dump.results.get(&output) else { return Ok(()) };
-        let result = self.results.entry(output).or_insert_with(|| Before::new(sweep, output, stored, numbers));
+    fn look(&mut self, routing: &Routing, output: Output, place: usize, numbers: &Numbers<'_>) -> Result<()> {
+        let Self { values, dtype, judging, leanings, impostors, heat } = self;
         let end = place + numbers.truth.len();
-        let Some(values) = result.values.get(place..end) else {
-            let found = stored.values.shape();
-            return Err(Error::shape(output.name(), &[end], found, "the elements of the truth"));
+        let Some(values) = values.get(place..end) else {
+            return Err(Error::shape(output.name(), &[end], &[values.len()], "the elements of the truth"));
         };
         let swapped: Vec<(&'static str, &[f64])> =
             numbers.swapped.map(|values| (SWAPPED, values)).into_iter().collect();
-        let Before { judging, leanings, impostors, .. } = result;
-        let piece = Piece { truth: numbers.truth, bound: numbers.bound, twin: numbers.twin, others: &swapped };
+        let piece =
+            impostors::Piece { truth: numbers.truth, bound: numbers.bound, twin: numbers.twin, others: &swapped };
         rayon::join(
             || judging.look(place, values, numbers.truth, numbers.bound),
             || {
@@ -257,40 +325,9 @@ impl Bench<'_, '_, '_> {
             },
         );
         if matches!(output, Output::Ds | Output::Scores) {
-            result.heat = Some(by_token_and_expert(sweep.routing, values, numbers, stored.dtype));
+            *heat = Some(by_token_and_expert(routing, values, numbers, *dtype));
         }
         Ok(())
-    }
-}
-
-fn row_major(output: Output, array: &Array2<f64>) -> Result<&[f64]> {
-    array.as_slice().ok_or_else(|| Error::internal(format!("{output} is not in row-major order")))
-}
-
-/// One result before every oracle.
-struct Before<'b> {
-    values: Cow<'b, [f64]>,
-    judging: Judging,
-    /// Towards 0, and towards gate and up swapped.
-    leanings: Vec<Leaning>,
-    impostors: Impostors,
-    heat: Option<HeatMap>,
-}
-
-impl<'b> Before<'b> {
-    fn new(sweep: &Sweep<'_, '_>, output: Output, stored: &'b Stored, numbers: &Numbers<'_>) -> Self {
-        let shape = stored.values.shape();
-        let judging = Judging::new(output, stored.dtype, shape, sweep.dump.file_order(output));
-        let impostors = Impostors::new(stored.dtype, shape);
-        let (leanings, impostors) = match (&sweep.twin, &numbers.twin) {
-            (Some((problem, numerics)), Some(_)) => {
-                let leaning = Leaning::new(output, (problem, numerics), stored.dtype, shape);
-                let directions = 1 + usize::from(numbers.swapped.is_some());
-                (vec![leaning.clone(); directions], impostors.judged_by(leaning, directions))
-            }
-            _ => (Vec::new(), impostors),
-        };
-        Self { values: in_order(&stored.values), judging, leanings, impostors, heat: None }
     }
 
     fn finish(self) -> Found {

@@ -7,9 +7,9 @@ use super::sweep::{Found, Limit, Sweep};
 use crate::dump::{Chosen, Dump, Model};
 use crate::element::DType;
 use crate::engine::{Numerics, Output};
-use crate::error::Result;
-use crate::oracle::judge::judge_with;
-use crate::oracle::kernel::{self, KernelBound};
+use crate::error::{Error, Result};
+use crate::oracle::judge::{Judging, in_order};
+use crate::oracle::kernel::{self, KernelPiece};
 use crate::oracle::{Judgement, Verdict, dependence};
 use crate::problem::Problem;
 use crate::report::number;
@@ -93,17 +93,27 @@ impl Trial {
             // With a shared expert o and dx hold more than the last kernel's sum.
             let of_kernel = |output: Output| dump.shared.is_none() || !matches!(output, Output::O | Output::Dx);
             let wanted = |output: Output| outputs.contains(&output) && of_kernel(output);
-            kernel::each(&dump.problem, &chosen.routing, &dump.results, &numerics, &wanted, &mut |bound| {
-                let KernelBound { kernel, output, bounded } = bound;
-                let judgement =
-                    judge_with(output, &dump.results[&output], &bounded, dump.file_order(output).as_deref())?;
-                judged.push(Judged::of(
-                    dump,
-                    Some(kernel),
-                    Found { judgement, biased: Vec::new(), impostors: Vec::new() },
-                ));
+            let mut kernels: Vec<(&'static str, Output, Judging)> = Vec::new();
+            kernel::each(&dump.problem, &chosen.routing, &dump.results, &numerics, &wanted, &mut |piece| {
+                let KernelPiece { kernel, output, shape, place, truth, bound } = *piece;
+                let stored = &dump.results[&output];
+                if stored.values.shape() != shape {
+                    return Err(Error::shape(output.name(), shape, stored.values.shape(), "the shape of the truth"));
+                }
+                let at = kernels.iter().position(|known| (known.0, known.1) == (kernel, output));
+                let at = at.unwrap_or_else(|| {
+                    let judging = Judging::new(output, stored.dtype, shape, dump.file_order(output));
+                    kernels.push((kernel, output, judging));
+                    kernels.len() - 1
+                });
+                let values = in_order(&stored.values);
+                kernels[at].2.continue_at(place, &values[place..place + truth.len()], truth, bound);
                 Ok(())
             })?;
+            for (kernel, _, judging) in kernels {
+                let found = Found { judgement: judging.finish(), biased: Vec::new(), impostors: Vec::new() };
+                judged.push(Judged::of(dump, Some(kernel), found));
+            }
         }
         let mut trial = Self { model, numerics, chosen, counts, judged, unjudged, dependent };
         if !trial.passes() {

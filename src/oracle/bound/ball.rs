@@ -3,6 +3,7 @@
 //! Every operation adds to the radius what the operation passes on from its operands, what the
 //! engine's own rounding adds, and what the f64 evaluation of the midpoint adds.
 
+use super::line::{LINE, Line, vectorized};
 use crate::element::DType;
 use crate::engine::{Numerics, RouterRounding};
 
@@ -31,11 +32,13 @@ pub(crate) struct Ball {
 
 /// 2^⌊log₂ x⌋ of a normal number x > 0: its exponent, without its fraction. 0 below the normal range, and
 /// ∞ and NaN become ∞.
+#[inline(always)]
 fn binade(x: f64) -> f64 {
     f64::from_bits(x.to_bits() & f64::INFINITY.to_bits())
 }
 
 /// A radius, with ∞ for NaN.
+#[inline(always)]
 pub(crate) fn known(rad: f64) -> f64 {
     if rad.is_nan() { f64::INFINITY } else { rad }
 }
@@ -47,6 +50,7 @@ impl Ball {
     }
 
     /// The largest magnitude in the ball.
+    #[inline(always)]
     pub(crate) fn magnitude(self) -> f64 {
         self.mid.abs() + self.rad
     }
@@ -88,6 +92,7 @@ impl Rounding {
     }
 
     /// What may underflow of a number of at most this magnitude, known within `rad`.
+    #[inline(always)]
     fn underflow_of(&self, magnitude: f64, rad: f64) -> f64 {
         if self.below_normal && magnitude - 2.0 * rad >= self.normal { 0.0 } else { self.underflow.min(magnitude) }
     }
@@ -223,19 +228,37 @@ impl Arithmetic {
     pub(crate) fn round_all(&self, rounding: &Rounding, mids: &[f64], rads: &mut [f64]) {
         match self.measure {
             Measure::Midpoint => {}
-            Measure::Worst if rounding.dtype.is_some() => self.round_lines(rounding, mids, rads, |magnitude, rad| {
-                let error = (rounding.unit * binade(magnitude)).max(rounding.underflow_of(magnitude, rad));
-                (rad + error, true)
-            }),
-            Measure::Worst => self.round_lines(rounding, mids, rads, |magnitude, rad| {
-                let error = (rounding.unit * magnitude).max(rounding.underflow_of(magnitude, rad));
-                (rad + error, true)
-            }),
-            Measure::Deviation => self.round_lines(rounding, mids, rads, |magnitude, rad| {
-                let error = (rounding.unit * magnitude).max(rounding.underflow_of(magnitude, rad)) / 3.0f64.sqrt();
-                let square = rad * rad + error * error;
-                (square.sqrt(), usual(square))
-            }),
+            Measure::Worst if rounding.dtype.is_some() => self.round_lines(
+                rounding,
+                mids,
+                rads,
+                #[inline(always)]
+                |magnitude, rad| {
+                    let error = (rounding.unit * binade(magnitude)).max(rounding.underflow_of(magnitude, rad));
+                    (rad + error, true)
+                },
+            ),
+            Measure::Worst => self.round_lines(
+                rounding,
+                mids,
+                rads,
+                #[inline(always)]
+                |magnitude, rad| {
+                    let error = (rounding.unit * magnitude).max(rounding.underflow_of(magnitude, rad));
+                    (rad + error, true)
+                },
+            ),
+            Measure::Deviation => self.round_lines(
+                rounding,
+                mids,
+                rads,
+                #[inline(always)]
+                |magnitude, rad| {
+                    let error = (rounding.unit * magnitude).max(rounding.underflow_of(magnitude, rad)) / 3.0f64.sqrt();
+                    let square = rad * rad + error * error;
+                    (square.sqrt(), usual(square))
+                },
+            ),
         }
     }
 
@@ -248,65 +271,74 @@ impl Arithmetic {
         rounded: impl Fn(f64, f64) -> (f64, bool),
     ) {
         let may_hold = rounding.dtype.is_some();
-        pulp::Arch::new().dispatch(|| {
-            for (mids, rads) in mids.chunks(LINE).zip(rads.chunks_mut(LINE)) {
-                let mut line = [0.0; LINE];
-                let mut as_all = true;
-                for ((into, &mid), &rad) in line.iter_mut().zip(mids).zip(rads.iter()) {
-                    let magnitude = mid.abs() + rad;
-                    let (radius, usual) = rounded(magnitude, rad);
-                    *into = if magnitude > rounding.largest { f64::INFINITY } else { radius };
-                    // A number without a radius may be one of the type.
-                    as_all &= usual & !(may_hold & (rad == 0.0));
-                }
-                if as_all {
-                    rads.copy_from_slice(&line[..rads.len()]);
-                } else {
-                    for (rad, &mid) in rads.iter_mut().zip(mids) {
-                        *rad = self.round(rounding, Ball { mid, rad: *rad }).rad;
+        vectorized(
+            #[inline(always)]
+            || {
+                for (mids, rads) in mids.chunks(LINE).zip(rads.chunks_mut(LINE)) {
+                    let mut line = [0.0; LINE];
+                    let mut as_all = true;
+                    for ((into, &mid), &rad) in line.iter_mut().zip(mids).zip(rads.iter()) {
+                        let magnitude = mid.abs() + rad;
+                        let (radius, usual) = rounded(magnitude, rad);
+                        *into = if magnitude > rounding.largest { f64::INFINITY } else { radius };
+                        // A number without a radius may be one of the type; 0 is, and gets none either way.
+                        as_all &= usual & !(may_hold & (rad == 0.0) & (mid != 0.0));
+                    }
+                    if as_all {
+                        rads.copy_from_slice(&line[..rads.len()]);
+                    } else {
+                        for (rad, &mid) in rads.iter_mut().zip(mids) {
+                            *rad = self.round(rounding, Ball { mid, rad: *rad }).rad;
+                        }
                     }
                 }
-            }
-        });
+            },
+        );
     }
 
     /// [`Arithmetic::product`] of one ball and many, in place.
     pub(crate) fn product_all(&self, a: Ball, mids: &mut [f64], rads: &mut [f64]) {
-        pulp::Arch::new().dispatch(|| match self.measure {
-            Measure::Midpoint => mids.iter_mut().for_each(|mid| *mid *= a.mid),
-            Measure::Worst => mids.iter_mut().zip(rads).for_each(|(mid, rad)| {
-                *rad = known(a.rad * mid.abs() + a.magnitude() * *rad);
-                *mid *= a.mid;
-            }),
-            Measure::Deviation => mids.iter_mut().zip(rads).for_each(|(mid, rad)| {
-                let product = self.product(a, Ball { mid: *mid, rad: *rad });
-                (*mid, *rad) = (product.mid, product.rad);
-            }),
-        });
+        vectorized(
+            #[inline(always)]
+            || match self.measure {
+                Measure::Midpoint => mids.iter_mut().for_each(|mid| *mid *= a.mid),
+                Measure::Worst => mids.iter_mut().zip(rads.iter_mut()).for_each(|(mid, rad)| {
+                    *rad = known(a.rad * mid.abs() + a.magnitude() * *rad);
+                    *mid *= a.mid;
+                }),
+                Measure::Deviation => mids.iter_mut().zip(rads.iter_mut()).for_each(|(mid, rad)| {
+                    let product = self.product(a, Ball { mid: *mid, rad: *rad });
+                    (*mid, *rad) = (product.mid, product.rad);
+                }),
+            },
+        );
     }
 
     /// [`Arithmetic::join`] of many with many.
     pub(crate) fn join_all(&self, sums: &mut [f64], rads: &[f64]) {
-        pulp::Arch::new().dispatch(|| match self.measure {
-            Measure::Midpoint => {}
-            Measure::Worst => sums.iter_mut().zip(rads).for_each(|(sum, &rad)| *sum += rad),
-            Measure::Deviation => {
-                for (sums, rads) in sums.chunks_mut(LINE).zip(rads.chunks(LINE)) {
-                    let mut line = [0.0; LINE];
-                    let mut as_all = true;
-                    for ((into, &sum), &rad) in line.iter_mut().zip(sums.iter()).zip(rads) {
-                        let square = sum * sum + rad * rad;
-                        *into = square.sqrt();
-                        as_all &= usual(square);
-                    }
-                    if as_all {
-                        sums.copy_from_slice(&line[..sums.len()]);
-                    } else {
-                        sums.iter_mut().zip(rads).for_each(|(sum, &rad)| *sum = hypotenuse(*sum, rad));
+        vectorized(
+            #[inline(always)]
+            || match self.measure {
+                Measure::Midpoint => {}
+                Measure::Worst => sums.iter_mut().zip(rads).for_each(|(sum, &rad)| *sum += rad),
+                Measure::Deviation => {
+                    for (sums, rads) in sums.chunks_mut(LINE).zip(rads.chunks(LINE)) {
+                        let mut line = [0.0; LINE];
+                        let mut as_all = true;
+                        for ((into, &sum), &rad) in line.iter_mut().zip(sums.iter()).zip(rads) {
+                            let square = sum * sum + rad * rad;
+                            *into = square.sqrt();
+                            as_all &= usual(square);
+                        }
+                        if as_all {
+                            sums.copy_from_slice(&line[..sums.len()]);
+                        } else {
+                            sums.iter_mut().zip(rads).for_each(|(sum, &rad)| *sum = hypotenuse(*sum, rad));
+                        }
                     }
                 }
-            }
-        });
+            },
+        );
     }
 
     /// One operation in the accumulator has given `ball`.
@@ -385,14 +417,27 @@ impl Sum {
         self.magnitude += term.magnitude();
         self.square += term.mid * term.mid;
     }
-}
 
-/// Numbers that are looked at together: where one of them is special, each goes its own way.
-const LINE: usize = 64;
+    /// The first `count` terms of a line.
+    pub(super) fn add_line(&mut self, arithmetic: &Arithmetic, terms: &Line, count: usize) {
+        let mut sum = *self;
+        match arithmetic.measure {
+            Measure::Worst => {
+                for (&mid, &rad) in terms.mid[..count].iter().zip(&terms.rad) {
+                    sum.ball = Ball { mid: sum.ball.mid + mid, rad: sum.ball.rad + rad };
+                    sum.magnitude += mid.abs() + rad;
+                    sum.square += mid * mid;
+                }
+            }
+            _ => (0..count).for_each(|place| sum.add(arithmetic, terms.at(place))),
+        }
+        *self = sum;
+    }
+}
 
 /// Whether a sum of squares has left nothing behind the range of f64.
 #[inline(always)]
-fn usual(square: f64) -> bool {
+pub(super) fn usual(square: f64) -> bool {
     (1e-280..1e280).contains(&square)
 }
 

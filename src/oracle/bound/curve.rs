@@ -1,12 +1,13 @@
 //! The activations as functions of one ball: value and slope, their curvature, their evaluation.
 
 use super::ball::{Arithmetic, Ball, Measure};
+use super::line::Line;
 use crate::activation::{Activation, Gelu};
 use crate::oracle::statistic::LIMIT;
 
 /// Second-order terms of the evaluation errors below stay under a hundredth of the first-order
 /// ones for every roundoff up to 2⁻¹⁵ and functions of up to 16 ulps.
-const SECOND_ORDER: f64 = 1.01;
+pub(super) const SECOND_ORDER: f64 = 1.01;
 
 /// The function f of a = f(gate)·v(up), or of a = f(h).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -181,6 +182,18 @@ impl Arithmetic {
         };
         let roundings = curve.value_roundings(x.magnitude(), value.abs() + rad, self.function_ulps);
         self.evaluated(Ball { mid: value, rad }, roundings, x.magnitude())
+    }
+
+    /// [`Arithmetic::curve_value`] of each.
+    pub(super) fn curve_values(&self, curve: Curve, x: &Line) -> Line {
+        let values = if curve == Curve::Silu { self.silu_values(x) } else { None };
+        values.unwrap_or_else(|| Line::each(|place| self.curve_value(curve, x.at(place))))
+    }
+
+    /// [`Arithmetic::curve_slope`] of each.
+    pub(super) fn curve_slopes(&self, curve: Curve, x: &Line) -> Line {
+        let slopes = if curve == Curve::Silu { self.silu_slopes(x) } else { None };
+        slopes.unwrap_or_else(|| Line::each(|place| self.curve_slope(curve, x.at(place))))
     }
 
     /// f′(x) as the accumulator has it.

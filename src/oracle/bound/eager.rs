@@ -8,8 +8,10 @@ use super::Model;
 use super::ball::{Ball, Sum};
 use super::curve::Curve;
 use super::gpt_oss;
-use super::matrix::{Balls, Balls2, Balls3, Operand, by_expert, of_experts};
+use super::line::Line;
+use super::matrix::{Balls2, Operand};
 use super::midpoints::{Midpoints, Step};
+use super::model::lines_of;
 use crate::activation::Activation;
 use crate::shape::ExpertId;
 
@@ -21,55 +23,41 @@ pub(crate) struct DownBackward {
 }
 
 /// H = X_e W1ᵀ, stored; with biases H + b1, stored.
-pub(super) fn up_forward_of(model: &Model<'_, '_>, known: &Midpoints, expert: ExpertId) -> Balls2 {
-    let (x, w1) = (model.gather(model.problem.x(), expert), Operand::exact(model.w1(expert)));
-    let product = known.product(Step::Up, &model.arithmetic, Operand::exact(x.view()), w1.t(), None);
+pub(crate) fn up_forward(model: &Model<'_, '_>, known: &Midpoints<'_>, expert: ExpertId) -> Balls2 {
+    let (x, w1) = (known.x(model, expert), Operand::exact(model.w1(expert)));
+    let product = known.product(Step::Up, &model.arithmetic, Operand::exact(x), w1.t(), None);
     add_bias(model, product, model.b1(expert))
 }
 
-pub(crate) fn up_forward(model: &Model<'_, '_>) -> Balls2 {
-    let [h] = by_expert(model.routing, [model.problem.h_width()], |expert| {
-        [up_forward_of(model, &Midpoints::default(), expert)]
-    });
-    h
-}
-
 /// A = act(H) of any rows: f(gate) stored, then the product with up.
-pub(super) fn activate_rows(model: &Model<'_, '_>, h: &Balls2) -> Balls2 {
-    let (problem, arithmetic) = (model.problem, &model.arithmetic);
-    let curve = Curve::of(problem.activation());
-    Balls2::from_fn(h.mid.nrows(), problem.n(), |row, unit| {
-        let store = |ball| arithmetic.round(&arithmetic.storage, ball);
-        let [gate, up] = model.gate_and_up(unit);
-        if problem.activation() == Activation::GptOss {
-            gpt_oss::Eager::new(arithmetic, h.at(row, gate), h.at(row, up)).value()
-        } else if problem.activation().gated() {
-            let of_gate = store(arithmetic.curve_value(curve, h.at(row, gate)));
-            store(arithmetic.multiply(of_gate, h.at(row, up)))
-        } else {
-            store(arithmetic.curve_value(curve, h.at(row, unit)))
+pub(crate) fn activate(model: &Model<'_, '_>, known: &Midpoints<'_>, h: &Balls2) -> Balls2 {
+    let arithmetic = &model.arithmetic;
+    let activation = model.problem.activation();
+    let curve = Curve::of(activation);
+    let mut a = known.balls(model, (h.mid.nrows(), model.problem.n()));
+    for (h, (mids, rads)) in h.each_row().zip(a.each_row_mut()) {
+        for (first, count) in lines_of(model.problem.n()) {
+            let (gate, up) = model.lines_of_h(h, first, count);
+            let a = match up {
+                Some(up) if activation == Activation::GptOss => {
+                    Line::each(|place| gpt_oss::Eager::new(arithmetic, gate.at(place), up.at(place)).value())
+                }
+                Some(up) => {
+                    let of_gate = arithmetic.store_line(arithmetic.curve_values(curve, &gate));
+                    arithmetic.store_line(arithmetic.multiply_lines(&of_gate, &up))
+                }
+                None => arithmetic.store_line(arithmetic.curve_values(curve, &gate)),
+            };
+            a.put((&mut *mids, &mut *rads), first, 1, count);
         }
-    })
-}
-
-pub(crate) fn activate(model: &Model<'_, '_>, h: &Balls2) -> Balls2 {
-    let [a] = by_expert(model.routing, [model.problem.n()], |expert| {
-        [activate_rows(model, &h.rows(model.routing.rows_of_expert(expert)))]
-    });
+    }
     a
 }
 
 /// Y = A W2ᵀ, stored; with biases Y + b2, stored. `a` is that of the expert's rows.
-pub(super) fn down_forward_of(model: &Model<'_, '_>, known: &Midpoints, expert: ExpertId, a: &Balls2) -> Balls2 {
-    let product = known.product(Step::Down, &model.arithmetic, a.operand(), Operand::exact(model.w2(expert)).t(), None);
+pub(crate) fn down_forward(model: &Model<'_, '_>, known: &Midpoints<'_>, expert: ExpertId, a: Operand<'_>) -> Balls2 {
+    let product = known.product(Step::Down, &model.arithmetic, a, Operand::exact(model.w2(expert)).t(), None);
     add_bias(model, product, model.b2(expert))
-}
-
-pub(crate) fn down_forward(model: &Model<'_, '_>, a: &Balls2) -> Balls2 {
-    let [y] = by_expert(model.routing, [model.problem.d()], |expert| {
-        [down_forward_of(model, &Midpoints::default(), expert, &a.rows(model.routing.rows_of_expert(expert)))]
-    });
-    y
 }
 
 fn add_bias(model: &Model<'_, '_>, product: Balls2, bias: Option<ndarray::ArrayView1<'_, f64>>) -> Balls2 {
@@ -83,33 +71,12 @@ fn add_bias(model: &Model<'_, '_>, product: Balls2, bias: Option<ndarray::ArrayV
     }
 }
 
-/// s·Y, stored: a term of O.
-pub(super) fn weighted(model: &Model<'_, '_>, score: Ball, y: Ball) -> Ball {
-    let arithmetic = &model.arithmetic;
-    arithmetic.round(&arithmetic.storage, arithmetic.multiply(score, y))
-}
-
-/// The same of many, in place.
+/// s·Y of many, in place: each product stored, a term of O.
 pub(super) fn weighted_all(model: &Model<'_, '_>, score: Ball, mids: &mut [f64], rads: &mut [f64]) {
     let arithmetic = &model.arithmetic;
     arithmetic.product_all(score, mids, rads);
     arithmetic.round_all(&arithmetic.accumulate, mids, rads);
     arithmetic.round_all(&arithmetic.storage, mids, rads);
-}
-
-/// O_t = Σ s·Y: each s·Y stored, and each partial sum.
-pub(crate) fn combine(model: &Model<'_, '_>, y: &Balls2, scores: &[Ball]) -> Balls2 {
-    combine_gradient(model, &y.clone().map_indexed(|row, _, y| weighted(model, scores[row], y)))
-}
-
-/// Σ over the token's rows, each partial sum stored.
-pub(crate) fn combine_gradient(model: &Model<'_, '_>, rows: &Balls2) -> Balls2 {
-    model.arithmetic.each_token(model.routing, rows.mid.ncols(), |token, column| {
-        let of_token = model.routing.rows_of_token(token);
-        let mut sum = Sum::default();
-        of_token.iter().for_each(|&row| sum.add(&model.arithmetic, rows.at(row as usize, column)));
-        partial_sums(model, sum, of_token.len())
-    })
 }
 
 /// A sum of so many terms, each partial sum of which was stored.
@@ -120,106 +87,95 @@ pub(super) fn partial_sums(model: &Model<'_, '_>, sum: Sum, terms: usize) -> Bal
 }
 
 /// dY = s·dO, stored, of one expert's rows, whose scores are `s`.
-fn y_gradient(model: &Model<'_, '_>, expert: ExpertId, s: &[Ball]) -> Balls2 {
-    let mut dy = Balls::exact(model.gather(model.problem.dout(), expert));
-    for ((mut mids, mut rads), &score) in dy.mid.rows_mut().into_iter().zip(dy.rad.rows_mut()).zip(s) {
-        if let (Some(mids), Some(rads)) = (mids.as_slice_mut(), rads.as_slice_mut()) {
-            weighted_all(model, score, mids, rads);
-        }
+pub(crate) fn y_gradient(model: &Model<'_, '_>, known: &Midpoints<'_>, expert: ExpertId, s: &[Ball]) -> Balls2 {
+    let mut dy = known.exact(model, known.dout(model, expert));
+    for ((mids, rads), &score) in dy.each_row_mut().zip(s) {
+        weighted_all(model, score, mids, rads);
     }
     dy
 }
 
 /// dS = Σ dO·Y with each product stored; dA = dY W2, stored; then the activation op by op. `h`, `y` and
-/// `s` are those of the expert's rows.
-pub(super) fn down_backward_activation_of(
+/// `dy` are those of the expert's rows.
+pub(crate) fn down_backward_activation(
     model: &Model<'_, '_>,
-    known: &Midpoints,
+    known: &Midpoints<'_>,
     expert: ExpertId,
-    h: &Balls2,
-    y: &Balls2,
-    s: &[Ball],
+    [h, y, dy]: [&Balls2; 3],
 ) -> DownBackward {
-    let (problem, arithmetic) = (model.problem, &model.arithmetic);
-    let curve = Curve::of(problem.activation());
-    let store = |ball| arithmetic.round(&arithmetic.storage, ball);
-    let dy = y_gradient(model, expert, s);
-    let da = known.product(Step::DownBackward, arithmetic, dy.operand(), Operand::exact(model.w2(expert)), None);
+    let arithmetic = &model.arithmetic;
+    let w2 = Operand::exact(model.w2(expert));
+    let da = known.product(Step::DownBackward, arithmetic, dy.operand(), w2, None);
     let da = da.rounded(arithmetic, &arithmetic.storage);
-    let mut dh = Balls2::zeros(s.len(), problem.h_width());
-    for row in 0..s.len() {
-        for unit in 0..problem.n() {
-            let da = da.at(row, unit);
-            let [gate_column, up_column] = model.gate_and_up(unit);
-            if problem.activation() == Activation::GptOss {
-                let unit_of = gpt_oss::Eager::new(arithmetic, h.at(row, gate_column), h.at(row, up_column));
-                let [dgate, dup] = unit_of.backward(da);
-                dh.set(row, gate_column, dgate);
-                dh.set(row, up_column, dup);
-            } else if problem.activation().gated() {
-                let (gate, up) = (h.at(row, gate_column), h.at(row, up_column));
-                let of_gate = store(arithmetic.curve_value(curve, gate));
-                let times_up = store(arithmetic.multiply(da, up));
-                let dgate = arithmetic.multiply(times_up, arithmetic.curve_slope(curve, gate));
-                dh.set(row, gate_column, store(dgate));
-                dh.set(row, up_column, store(arithmetic.multiply(da, of_gate)));
-            } else {
-                let slope = arithmetic.curve_slope(curve, h.at(row, unit));
-                dh.set(row, unit, store(arithmetic.multiply(da, slope)));
-            }
+    let mut dh = known.balls(model, h.mid.dim());
+    for ((h, da), (mids, rads)) in h.each_row().zip(da.each_row()).zip(dh.each_row_mut()) {
+        for (first, count) in lines_of(model.problem.n()) {
+            let gradients = activation_backward(model, h, &Line::of(da, first, 1, count), first, count);
+            model.put_gradients((&mut *mids, &mut *rads), first, count, gradients);
         }
     }
-    let dout = problem.dout();
-    let tokens = &model.routing.row_token()[model.routing.rows_of_expert(expert)];
-    let ds = tokens.iter().enumerate().map(|(row, token)| {
-        let products = dout.row(token.index()).into_iter().enumerate();
-        let terms = products.map(|(column, &dout)| store(arithmetic.multiply(Ball::exact(dout), y.at(row, column))));
-        let sum = arithmetic.sum(&arithmetic.accumulate, terms, problem.d() - 1);
+    known.give(model, da);
+
+    let dout = known.dout(model, expert);
+    let ds = dout.rows().into_iter().zip(y.each_row()).map(|(dout, y)| {
+        let mut sum = Sum::default();
+        for (first, count) in lines_of(dout.len()) {
+            let dout = Line::exact(|place| dout[first + place.min(count - 1)]);
+            let products = arithmetic.multiply_lines(&dout, &Line::of(y, first, 1, count));
+            sum.add_line(arithmetic, &arithmetic.store_line(products), count);
+        }
+        let sum = arithmetic.summed(&arithmetic.accumulate, sum, dout.len() - 1);
         arithmetic.round(&arithmetic.score, sum)
     });
-    DownBackward { dh, ds: ds.collect() }
+    DownBackward { ds: ds.collect(), dh }
 }
 
-pub(crate) fn down_backward_activation(model: &Model<'_, '_>, h: &Balls2, y: &Balls2, scores: &[Ball]) -> DownBackward {
-    let [dh, ds] = by_expert(model.routing, [model.problem.h_width(), 1], |expert| {
-        let rows = model.routing.rows_of_expert(expert);
-        let (h, y, s) = (h.rows(rows.clone()), y.rows(rows.clone()), &scores[rows]);
-        let DownBackward { dh, ds } = down_backward_activation_of(model, &Midpoints::default(), expert, &h, &y, s);
-        [dh, Balls2::from_fn(ds.len(), 1, |row, _| ds[row])]
-    });
-    let ds = ds.mid.iter().zip(&ds.rad).map(|(&mid, &rad)| Ball { mid, rad }).collect();
-    DownBackward { dh, ds }
-}
-
-/// dW2 = dYᵀ A. `a` and `s` are those of the expert's rows.
-pub(super) fn down_backward_weight_of(
+/// dact(dA, H) of units from `first` on, by operations that are each stored.
+fn activation_backward(
     model: &Model<'_, '_>,
-    known: &Midpoints,
-    expert: ExpertId,
-    a: &Balls2,
-    s: &[Ball],
+    h: (&[f64], &[f64]),
+    da: &Line,
+    first: usize,
+    count: usize,
+) -> (Line, Option<Line>) {
+    let (arithmetic, activation) = (&model.arithmetic, model.problem.activation());
+    let curve = Curve::of(activation);
+    let (gate, up) = model.lines_of_h(h, first, count);
+    match up {
+        Some(up) if activation == Activation::GptOss => {
+            let [dgate, dup] = Line::pairs(|place| {
+                gpt_oss::Eager::new(arithmetic, gate.at(place), up.at(place)).backward(da.at(place))
+            });
+            (dgate, Some(dup))
+        }
+        Some(up) => {
+            let of_gate = arithmetic.store_line(arithmetic.curve_values(curve, &gate));
+            let times_up = arithmetic.store_line(arithmetic.multiply_lines(da, &up));
+            let dgate = arithmetic.multiply_lines(&times_up, &arithmetic.curve_slopes(curve, &gate));
+            let dup = arithmetic.multiply_lines(da, &of_gate);
+            (arithmetic.store_line(dgate), Some(arithmetic.store_line(dup)))
+        }
+        None => {
+            let slope = arithmetic.curve_slopes(curve, &gate);
+            (arithmetic.store_line(arithmetic.multiply_lines(da, &slope)), None)
+        }
+    }
+}
+
+/// dW2 = dYᵀ A. `a` and `dy` are those of the expert's rows.
+pub(crate) fn down_backward_weight(
+    model: &Model<'_, '_>,
+    known: &Midpoints<'_>,
+    a: Operand<'_>,
+    dy: &Balls2,
 ) -> Balls2 {
     let arithmetic = &model.arithmetic;
-    let dy = y_gradient(model, expert, s);
-    let product = known.product(Step::DownWeight, arithmetic, dy.operand().t(), a.operand(), None);
+    let product = known.product(Step::DownWeight, arithmetic, dy.operand().t(), a, None);
     product.rounded(arithmetic, &arithmetic.storage)
 }
 
-pub(crate) fn down_backward_weight(model: &Model<'_, '_>, a: &Balls2, scores: &[Ball]) -> Balls3 {
-    of_experts(model.routing, (model.problem.d(), model.problem.n()), |expert| {
-        let rows = model.routing.rows_of_expert(expert);
-        down_backward_weight_of(model, &Midpoints::default(), expert, &a.rows(rows.clone()), &scores[rows])
-    })
-}
-
 /// db2 = Σ dY over the rows of one expert, of the stored dY.
-pub(super) fn b2_gradient_of(model: &Model<'_, '_>, expert: ExpertId, s: &[Ball]) -> Vec<Ball> {
-    let dy = y_gradient(model, expert, s);
-    model.sum_of_rows(s.len(), model.problem.d(), |row, column| dy.at(row, column), s.len().saturating_sub(1))
-}
-
-pub(crate) fn b2_gradient(model: &Model<'_, '_>, scores: &[Ball]) -> Balls2 {
-    model.of_each_expert(model.problem.d(), |expert| {
-        b2_gradient_of(model, expert, &scores[model.routing.rows_of_expert(expert)])
-    })
+pub(crate) fn b2_gradient(model: &Model<'_, '_>, dy: &Balls2) -> Vec<Ball> {
+    let (rows, columns) = dy.mid.dim();
+    model.sum_of_rows(rows, columns, |row, column| dy.at(row, column), rows.saturating_sub(1))
 }

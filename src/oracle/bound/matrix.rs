@@ -5,16 +5,15 @@
 //! Σ E_a|b| + γ Σ (|a| + E_a)|b| = γ·(|A| + (1 + γ)/γ·E_A)·|B|.
 //! γ comes last: γ|a| may underflow in f64 where a·b does not.
 
-use ndarray::{
-    Array, Array1, Array2, Array3, ArrayView1, ArrayView2, ArrayViewMut2, Axis, Dimension, Ix1, Ix2, Ix3, Zip,
-};
-use rayon::prelude::*;
+use std::borrow::Cow;
+use std::ops::Range;
+
+use ndarray::{Array, Array1, Array2, ArrayView1, ArrayView2, Axis, Dimension, Ix1, Ix2, Zip, s};
 
 use super::ball::{Arithmetic, Ball, Measure, Rounding, known};
+use super::buffers::Buffers;
 use super::product::{Weighed, at_least, product};
 use crate::oracle::judge::Bounded;
-use crate::routing::Routing;
-use crate::shape::{ExpertId, TokenId};
 
 /// An array of balls.
 #[derive(Clone, Debug)]
@@ -25,7 +24,6 @@ pub(crate) struct Balls<D: Dimension> {
 
 pub(crate) type Balls1 = Balls<Ix1>;
 pub(crate) type Balls2 = Balls<Ix2>;
-pub(crate) type Balls3 = Balls<Ix3>;
 
 impl<D: Dimension> Balls<D> {
     /// Numbers that engine and truth share.
@@ -79,6 +77,21 @@ impl Balls2 {
         Ball { mid: self.mid[[row, column]], rad: self.rad[[row, column]] }
     }
 
+    /// Midpoints and radii of every row; none where rows do not lie one after the other.
+    pub(super) fn each_row(&self) -> impl Iterator<Item = (&[f64], &[f64])> {
+        let columns = self.mid.ncols().max(1);
+        let [mids, rads] = [&self.mid, &self.rad].map(|array| array.as_slice().unwrap_or(&[]).chunks_exact(columns));
+        mids.zip(rads)
+    }
+
+    /// The same, to be written.
+    pub(super) fn each_row_mut(&mut self) -> impl Iterator<Item = (&mut [f64], &mut [f64])> {
+        let columns = self.mid.ncols().max(1);
+        let [mids, rads] = [&mut self.mid, &mut self.rad]
+            .map(|array| array.as_slice_mut().unwrap_or(&mut []).chunks_exact_mut(columns));
+        mids.zip(rads)
+    }
+
     pub(crate) fn set(&mut self, row: usize, column: usize, ball: Ball) {
         self.mid[[row, column]] = ball.mid;
         self.rad[[row, column]] = ball.rad;
@@ -91,12 +104,6 @@ impl Balls2 {
             (*mid, *rad) = (ball.mid, ball.rad);
         });
         self
-    }
-
-    /// The rows `range`, copied.
-    pub(crate) fn rows(&self, range: std::ops::Range<usize>) -> Self {
-        let rows = ndarray::s![range, ..];
-        Self { mid: self.mid.slice(rows).to_owned(), rad: self.rad.slice(rows).to_owned() }
     }
 }
 
@@ -120,6 +127,29 @@ impl<'b> Operand<'b> {
         Self { mid, rad: None }
     }
 
+    pub(super) fn dim(self) -> (usize, usize) {
+        self.mid.dim()
+    }
+
+    pub(super) fn at(self, row: usize, column: usize) -> Ball {
+        Ball { mid: self.mid[[row, column]], rad: self.rad.map_or(0.0, |rad| rad[[row, column]]) }
+    }
+
+    /// One row: midpoints, and radii where they are not 0; copied only where it lies in several pieces.
+    pub(super) fn row(self, row: usize) -> (Cow<'b, [f64]>, Option<Cow<'b, [f64]>>) {
+        let row = |array: ArrayView2<'b, f64>| {
+            let row = array.index_axis_move(Axis(0), row);
+            row.to_slice().map_or_else(|| Cow::Owned(row.to_vec()), Cow::Borrowed)
+        };
+        (row(self.mid), self.rad.map(row))
+    }
+
+    /// Some rows.
+    pub(crate) fn rows(self, range: Range<usize>) -> Self {
+        let rows = |array: ArrayView2<'b, f64>| array.slice_move(s![range.clone(), ..]);
+        Self { mid: rows(self.mid), rad: self.rad.map(rows) }
+    }
+
     /// The transpose.
     pub(crate) fn t(self) -> Self {
         Self { mid: self.mid.reversed_axes(), rad: self.rad.map(ArrayView2::reversed_axes) }
@@ -133,8 +163,13 @@ impl Balls2 {
 }
 
 /// A·B (+ one row of addends).
-pub(super) fn midpoint(a: Operand<'_>, b: Operand<'_>, addend: Option<ArrayView1<'_, f64>>) -> Array2<f64> {
-    let mut mid = product(a.mid, b.mid);
+pub(super) fn midpoint(
+    buffers: &Buffers,
+    a: Operand<'_>,
+    b: Operand<'_>,
+    addend: Option<ArrayView1<'_, f64>>,
+) -> Array2<f64> {
+    let mut mid = product(&buffers.wide, a.mid, b.mid);
     if let Some(addend) = addend {
         mid += &addend;
     }
@@ -144,13 +179,15 @@ pub(super) fn midpoint(a: Operand<'_>, b: Operand<'_>, addend: Option<ArrayView1
 impl Arithmetic {
     /// A·B (+ one row of addends), summed in any order in the accumulator.
     pub(crate) fn matrix_product(&self, a: Operand<'_>, b: Operand<'_>, addend: Option<ArrayView1<'_, f64>>) -> Balls2 {
-        self.matrix_product_about(midpoint(a, b, addend), a, b, addend)
+        let buffers = Buffers::default();
+        self.matrix_product_about(&buffers, midpoint(&buffers, a, b, addend), a, b, addend)
     }
 
     /// The same where its midpoint is known. With both operands inexact it takes one product more, for
     /// (|A| + E_A)·E_B.
     pub(super) fn matrix_product_about(
         &self,
+        buffers: &Buffers,
         mid: Array2<f64>,
         a: Operand<'_>,
         b: Operand<'_>,
@@ -160,43 +197,43 @@ impl Arithmetic {
         let (gamma, scale) = (self.accumulate.gamma(terms), self.deviation_of_sum(terms));
         let lift = (1.0 + gamma) / gamma;
         let radius = self.radius_of_sum(terms);
-        let added = |line: &mut [f64], of_addend: &dyn Fn(f64) -> f64| {
-            if let Some(addend) = addend {
-                line.iter_mut().zip(addend).for_each(|(sum, &addend)| *sum += of_addend(addend));
-            }
-        };
         let rad = match self.measure {
-            Measure::Midpoint => return Balls::exact(mid),
+            Measure::Midpoint => return Balls { rad: buffers.zeros(mid.dim()), mid },
             Measure::Worst => at_least_weighed(
+                buffers,
                 a,
                 b,
                 |mid: f64, rad: f64| mid.abs() + lift * rad,
                 |mid: f64, _: f64| mid.abs(),
+                #[inline(always)]
                 |line| {
-                    added(line, &f64::abs);
+                    add_to(line, addend, f64::abs);
                     radius(line);
                 },
             ),
             Measure::Deviation => at_least_weighed(
+                buffers,
                 a,
                 b,
                 |mid: f64, rad: f64| scale * mid * mid + rad * rad,
                 |mid: f64, _: f64| mid * mid,
+                #[inline(always)]
                 |line| {
-                    added(line, &|addend| scale * addend * addend);
+                    add_to(line, addend, |addend| scale * addend * addend);
                     radius(line);
                 },
             ),
         };
         let product = Balls { mid, rad };
         match (a.rad, b.rad) {
-            (Some(_), Some(of_b)) => self.with_errors_of_both(product, a, of_b, terms),
+            (Some(_), Some(of_b)) => self.with_errors_of_both(buffers, product, a, of_b, terms),
             _ => product,
         }
     }
 
     fn with_errors_of_both(
         &self,
+        buffers: &Buffers,
         mut product: Balls2,
         a: Operand<'_>,
         of_b: ArrayView2<'_, f64>,
@@ -210,6 +247,7 @@ impl Arithmetic {
                 let lift = (1.0 + gamma) / gamma;
                 let weigh = |mid: f64, rad: f64| lift * (mid.abs() + rad);
                 at_least_weighed(
+                    buffers,
                     a,
                     b,
                     weigh,
@@ -222,6 +260,7 @@ impl Arithmetic {
             Measure::Deviation => {
                 let weigh = |mid: f64, rad: f64| mid * mid + rad * rad;
                 at_least_weighed(
+                    buffers,
                     a,
                     b,
                     weigh,
@@ -233,6 +272,7 @@ impl Arithmetic {
             }
         };
         product.rad.zip_mut_with(&more, |rad, more| *rad = known(self.join(*rad, *more)));
+        buffers.give(more);
         product
     }
 
@@ -249,6 +289,7 @@ impl Arithmetic {
         let underflow = (2 * terms + 1) as f64 * self.accumulate.underflow;
         let (gamma, scale) = (self.accumulate.gamma(terms), self.deviation_of_sum(terms).sqrt());
         let (measure, largest) = (self.measure, self.accumulate.largest);
+        #[inline(always)]
         move |line| match measure {
             Measure::Midpoint => line.fill(0.0),
             Measure::Worst => line.iter_mut().for_each(|sum| {
@@ -261,42 +302,20 @@ impl Arithmetic {
             }),
         }
     }
+}
 
-    /// Σ over each token's rows of weight · row in the accumulator; a token without rows gets an
-    /// exact 0. Without weights a sum of m rows takes m − 1 roundings.
-    pub(crate) fn combine(&self, rows: &Balls2, weights: Option<&[Ball]>, routing: &Routing) -> Balls2 {
-        self.each_token(routing, rows.mid.ncols(), |token, column| {
-            let of_token = routing.rows_of_token(token);
-            let terms = of_token.iter().map(|&row| {
-                let value = rows.at(row as usize, column);
-                weights.map_or(value, |weights| self.product(weights[row as usize], value))
-            });
-            let roundings = if weights.is_some() { of_token.len() } else { of_token.len().saturating_sub(1) };
-            self.sum(&self.accumulate, terms, roundings)
-        })
-    }
-
-    /// A (T, columns) array, computed token by token in parallel.
-    pub(crate) fn each_token(
-        &self,
-        routing: &Routing,
-        columns: usize,
-        ball: impl Fn(TokenId, usize) -> Ball + Sync,
-    ) -> Balls2 {
-        let mut balls = Balls2::zeros(routing.tokens(), columns);
-        Zip::indexed(balls.mid.rows_mut()).and(balls.rad.rows_mut()).par_for_each(|token, mut mid, mut rad| {
-            for column in 0..columns {
-                let ball = ball(TokenId(token as u32), column);
-                (mid[column], rad[column]) = (ball.mid, ball.rad);
-            }
-        });
-        balls
+/// Adds a function of each addend to its sum.
+#[inline(always)]
+fn add_to(line: &mut [f64], addend: Option<ArrayView1<'_, f64>>, of_addend: impl Fn(f64) -> f64) {
+    if let Some(addend) = addend {
+        line.iter_mut().zip(addend).for_each(|(sum, &addend)| *sum += of_addend(addend));
     }
 }
 
 /// At least A·B of numbers ≥ 0. An inexact operand, of two the left, is weighed with its radius as `lifted`,
 /// the other as `plain`.
 fn at_least_weighed(
+    buffers: &Buffers,
     a: Operand<'_>,
     b: Operand<'_>,
     lifted: impl Fn(f64, f64) -> f64 + Copy,
@@ -308,63 +327,10 @@ fn at_least_weighed(
     }
     let exact = |operand: Operand<'_>| operand.rad.is_none();
     if exact(a) && !exact(b) {
-        at_least(&weighed(a, plain), &weighed(b, lifted), finish)
+        at_least(buffers, &weighed(a, plain), &weighed(b, lifted), finish)
     } else {
-        at_least(&weighed(a, lifted), &weighed(Operand { rad: None, ..b }, plain), finish)
+        at_least(buffers, &weighed(a, lifted), &weighed(Operand { rad: None, ..b }, plain), finish)
     }
-}
-
-/// N arrays by row of the given widths, computed expert by expert in parallel.
-pub(crate) fn by_expert<const N: usize>(
-    routing: &Routing,
-    widths: [usize; N],
-    compute: impl Fn(ExpertId) -> [Balls2; N] + Sync,
-) -> [Balls2; N] {
-    let mut arrays = widths.map(|width| Balls2::zeros(routing.routed(), width));
-    {
-        let mut experts: Vec<(ExpertId, Vec<[ArrayViewMut2<'_, f64>; 2]>)> =
-            (0..routing.experts()).map(|expert| (ExpertId(expert as u32), Vec::with_capacity(N))).collect();
-        for array in &mut arrays {
-            let (mut mid, mut rad) = (array.mid.view_mut(), array.rad.view_mut());
-            for (expert, places) in &mut experts {
-                let rows = routing.rows_of_expert(*expert).len();
-                let (mid_here, mid_rest) = mid.split_at(Axis(0), rows);
-                let (rad_here, rad_rest) = rad.split_at(Axis(0), rows);
-                places.push([mid_here, rad_here]);
-                (mid, rad) = (mid_rest, rad_rest);
-            }
-        }
-        experts.into_par_iter().for_each(|(expert, places)| {
-            if !routing.rows_of_expert(expert).is_empty() {
-                for ([mut mid, mut rad], balls) in places.into_iter().zip(compute(expert)) {
-                    mid.assign(&balls.mid);
-                    rad.assign(&balls.rad);
-                }
-            }
-        });
-    }
-    arrays
-}
-
-/// An (E, rows, columns) array of weight gradients, computed expert by expert in parallel; an
-/// expert without tokens gets exact zeros.
-pub(crate) fn of_experts(
-    routing: &Routing,
-    (rows, columns): (usize, usize),
-    compute: impl Fn(ExpertId) -> Balls2 + Sync,
-) -> Balls3 {
-    let mut balls = Balls::exact(Array3::zeros((routing.experts(), rows, columns)));
-    Zip::indexed(balls.mid.outer_iter_mut()).and(balls.rad.outer_iter_mut()).par_for_each(
-        |expert, mut mid, mut rad| {
-            let expert = ExpertId(expert as u32);
-            if !routing.rows_of_expert(expert).is_empty() {
-                let gradient = compute(expert);
-                mid.assign(&gradient.mid);
-                rad.assign(&gradient.rad);
-            }
-        },
-    );
-    balls
 }
 
 #[cfg(test)]
@@ -444,45 +410,6 @@ mod tests {
                 let rad = radius_by_definition(&arithmetic, &terms);
                 let found = product.at(row, column);
                 assert!((found.rad - rad).abs() <= 1e-6 * rad, "{measure:?}: {found:?} for {rad}");
-            }
-        }
-    }
-
-    /// dx of a token with one pair is its dx̃, its o one product; more pairs take a rounding each.
-    #[test]
-    fn the_sum_of_one_row_is_that_row_and_each_weight_costs_one_rounding() {
-        let pairs = [(1, 0), (2, 0), (2, 1), (2, 2)].map(|(token, expert)| (TokenId(token), ExpertId(expert)));
-        let routing = Routing::new(3, 3, pairs).unwrap();
-        let (rows, weights) = (balls(4, 6, 1e-7), [0.5, 0.75, 0.25, 1.5].map(Ball::exact));
-        for measure in MEASURES {
-            let arithmetic = arithmetic(measure);
-            let plain = arithmetic.combine(&rows, None, &routing);
-            let weighted = arithmetic.combine(&rows, Some(&weights), &routing);
-            for column in 0..6 {
-                assert_eq!(plain.at(0, column), Ball::default());
-                assert_eq!(plain.at(1, column), rows.at(routing.rows_of_token(TokenId(1))[0] as usize, column));
-                for (token, sum, roundings) in [(1, &weighted, 1), (2, &plain, 2), (2, &weighted, 3)] {
-                    let of_token = routing.rows_of_token(TokenId(token));
-                    let unit = Ball::exact(1.0);
-                    let weight = |row: u32| if roundings == 2 { unit } else { weights[row as usize] };
-                    let terms =
-                        of_token.iter().map(|&row| arithmetic.product(weight(row), rows.at(row as usize, column)));
-                    let terms: Vec<Ball> = terms.collect();
-                    let u = arithmetic.accumulate.unit;
-                    let rad = match measure {
-                        Measure::Deviation => {
-                            let squares = |f: fn(&Ball) -> f64| terms.iter().map(f).sum::<f64>();
-                            let of_terms = squares(|term| term.rad * term.rad);
-                            (of_terms + f64::from(roundings) * u * u / 3.0 * squares(|term| term.mid * term.mid)).sqrt()
-                        }
-                        _ => {
-                            let gamma = f64::from(roundings) * u / (1.0 - f64::from(roundings) * u);
-                            terms.iter().map(|term| term.rad + gamma * term.magnitude()).sum()
-                        }
-                    };
-                    let found = sum.at(token as usize, column).rad;
-                    assert!((found - rad).abs() <= 1e-9 * rad, "{measure:?}, token {token}: {found} for {rad}");
-                }
             }
         }
     }

@@ -19,20 +19,23 @@
 //! The choice of experts is an input. It is not judged here.
 
 pub(crate) mod ball;
+pub(crate) mod buffers;
 pub(crate) mod curve;
 pub(crate) mod eager;
 pub(crate) mod fused;
 mod gpt_oss;
 mod grouped;
 pub(crate) mod layer;
+mod line;
 pub(crate) mod matrix;
-mod midpoints;
+pub(crate) mod midpoints;
 mod model;
 mod pass;
 mod product;
 pub(crate) mod router;
 mod shared;
-mod sums;
+mod silu;
+pub(crate) mod sums;
 
 use std::collections::BTreeMap;
 
@@ -51,8 +54,8 @@ use ball::{Ball, Measure};
 pub use layer::Keep;
 #[cfg(test)]
 use layer::in_parts;
-pub(crate) use layer::{Found, Part, Parts};
-use matrix::Balls2;
+pub(crate) use layer::{Found, Part, Parts, place_of};
+use matrix::{Balls2, Operand};
 pub(crate) use pass::{Pass, propagate_all, run};
 
 /// What the tests of the parts assume: results stored as `storage`, sums and scores in f32.
@@ -173,11 +176,18 @@ fn bounds_of(found: Found) -> Result<BTreeMap<Output, Bounded>> {
 }
 
 /// dx = store(store(experts) + store(router)).
-pub(crate) fn add_router_part(model: &Model<'_, '_>, experts: Balls2, router: &Balls2) -> Balls2 {
+pub(crate) fn add_router_part(model: &Model<'_, '_>, mut experts: Balls2, router: Operand<'_>) -> Balls2 {
     let arithmetic = &model.arithmetic;
-    experts.map_indexed(|token, column, experts| {
-        arithmetic.round(&arithmetic.storage, arithmetic.add(experts, router.at(token, column)))
-    })
+    for (token, (mids, rads)) in experts.each_row_mut().enumerate() {
+        let (of_router, errors) = router.row(token);
+        mids.iter_mut().zip(&*of_router).for_each(|(mid, &of_router)| *mid += of_router);
+        if let Some(errors) = errors {
+            arithmetic.join_all(rads, &errors);
+        }
+        arithmetic.round_all(&arithmetic.accumulate, mids, rads);
+        arithmetic.round_all(&arithmetic.storage, mids, rads);
+    }
+    experts
 }
 
 /// The routing fits the problem: its T and E, and with given routing its very pairs.

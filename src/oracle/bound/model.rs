@@ -3,8 +3,10 @@
 use ndarray::{Array2, ArrayView1, ArrayView2, Axis};
 
 use super::ball::{Arithmetic, Ball, Measure, Sum};
+use super::buffers::Buffers;
 use super::curve::Curve;
 use super::gpt_oss;
+use super::line::{LINE, Line};
 use super::matrix::Balls2;
 use crate::activation::Activation;
 use crate::engine::{Numerics, RoundingModel};
@@ -48,6 +50,16 @@ impl<'a, 'p> Model<'a, 'p> {
         self.arithmetic.measure != Measure::Midpoint
     }
 
+    /// Takes back the memory of balls that nobody reads any more.
+    pub(crate) fn give(&self, buffers: &Buffers, balls: Balls2) {
+        buffers.give(balls.mid);
+        if self.has_radii() {
+            buffers.give(balls.rad);
+        } else {
+            buffers.give_zeros(balls.rad);
+        }
+    }
+
     /// The columns of h that hold gate and up of a unit.
     pub(crate) fn gate_and_up(&self, unit: usize) -> [usize; 2] {
         if self.swapped { [2 * unit + 1, 2 * unit] } else { [2 * unit, 2 * unit + 1] }
@@ -72,16 +84,13 @@ impl<'a, 'p> Model<'a, 'p> {
     }
 
     /// The rows of x or dout that an expert reads, in its row order.
-    pub(crate) fn gather(&self, source: ArrayView2<'_, f64>, expert: ExpertId) -> Array2<f64> {
+    pub(super) fn gather(&self, buffers: &Buffers, source: ArrayView2<'_, f64>, expert: ExpertId) -> Array2<f64> {
         let rows = self.routing.rows_of_expert(expert);
-        let mut gathered = Vec::with_capacity(rows.len() * source.ncols());
-        for token in &self.routing.row_token()[rows.clone()] {
-            match source.row(token.index()).to_slice() {
-                Some(row) => gathered.extend_from_slice(row),
-                None => gathered.extend(source.row(token.index())),
-            }
+        let mut gathered = buffers.wide.matrix((rows.len(), source.ncols()));
+        for (mut into, token) in gathered.rows_mut().into_iter().zip(&self.routing.row_token()[rows]) {
+            into.assign(&source.row(token.index()));
         }
-        Array2::from_shape_vec((rows.len(), source.ncols()), gathered).unwrap_or_default()
+        gathered
     }
 
     pub(crate) fn tokens(&self) -> impl Iterator<Item = TokenId> + use<> {
@@ -103,54 +112,68 @@ impl<'a, 'p> Model<'a, 'p> {
         self.routing.pair_expert()[pair].index()
     }
 
-    /// act(H) at one unit, in the accumulator.
-    pub(crate) fn activation(&self, h: &Balls2, row: usize, unit: usize) -> Ball {
+    /// Gate and up of `count` units of one row of H from `first` on, or all there is of them.
+    pub(super) fn lines_of_h(&self, row: (&[f64], &[f64]), first: usize, count: usize) -> (Line, Option<Line>) {
+        if !self.problem.activation().gated() {
+            return (Line::of(row, first, 1, count), None);
+        }
+        let [gate, up] = self.gate_and_up(first).map(|column| Line::of(row, column, 2, count));
+        (gate, Some(up))
+    }
+
+    /// `count` units of one row of H from `first` on, act(H) of them in the accumulator. The numbers are those of
+    /// the whole row.
+    pub(super) fn units(&self, row: (&[f64], &[f64]), first: usize, count: usize) -> Units {
         let (arithmetic, curve) = (&self.arithmetic, Curve::of(self.problem.activation()));
-        if self.problem.activation().gated() {
-            let [gate, up] = self.gate_and_up(unit).map(|column| h.at(row, column));
-            arithmetic.multiply(arithmetic.curve_value(curve, gate), self.up_factor(up))
-        } else {
-            arithmetic.curve_value(curve, h.at(row, unit))
+        let (gate, up) = self.lines_of_h(row, first, count);
+        let opened = arithmetic.curve_values(curve, &gate);
+        let Some(up) = up else { return Units { gate, opened, up: None, a: opened } };
+        // v(up) of a = f(gate)·v(up).
+        let factor = match self.problem.activation() {
+            Activation::GptOss => Line::each(|place| gpt_oss::lifted(arithmetic, up.at(place))),
+            _ => up,
+        };
+        let a = arithmetic.multiply_lines(&opened, &factor);
+        Units { gate, opened, up: Some([up, factor]), a }
+    }
+
+    /// dact(dA, H) of these units, in the accumulator: dgate = dA·v(up)·f′(gate) and dup = dA·f(gate)·v′(up), or
+    /// dA·f′(h).
+    pub(super) fn activation_backward(&self, units: &Units, da: &Line) -> (Line, Option<Line>) {
+        let (arithmetic, curve) = (&self.arithmetic, Curve::of(self.problem.activation()));
+        let Units { gate, opened, up, .. } = units;
+        let slope = arithmetic.curve_slopes(curve, gate);
+        let Some([up, factor]) = up else { return (arithmetic.multiply_lines(da, &slope), None) };
+        let dgate = arithmetic.multiply_lines(&arithmetic.multiply_lines(da, factor), &slope);
+        // v(up)·f′(gate) first, then dA: another product may underflow, and be magnified by dA.
+        let mut other = [0.0; LINE];
+        for (place, other) in other.iter_mut().enumerate() {
+            *other = (arithmetic.accumulate.underflow * da.at(place).magnitude()).min(dgate.at(place).magnitude());
         }
+        let dgate = arithmetic.join_to_line(dgate, &other);
+        let dup = arithmetic.multiply_lines(da, opened);
+        let slope_of_up = match self.problem.activation() {
+            Activation::GptOss => Line::each(|place| gpt_oss::passes(arithmetic, up.at(place))),
+            _ => Line::all(Ball::exact(1.0)),
+        };
+        (dgate, Some(arithmetic.product_of_lines(&dup, &slope_of_up)))
     }
 
-    /// v(up) of a = f(gate)·v(up).
-    fn up_factor(&self, up: Ball) -> Ball {
-        if self.problem.activation() == Activation::GptOss { gpt_oss::lifted(&self.arithmetic, up) } else { up }
-    }
-
-    /// v′(up).
-    fn up_slope(&self, up: Ball) -> Ball {
-        if self.problem.activation() == Activation::GptOss {
-            gpt_oss::passes(&self.arithmetic, up)
-        } else {
-            Ball::exact(1.0)
-        }
-    }
-
-    /// dact(dA, H) at one unit, in the accumulator: dgate = dA·v(up)·f′(gate) and dup = dA·f(gate)·v′(up),
-    /// or dA·f′(h); each goes to `put` with its column of h.
-    pub(crate) fn activation_backward(
+    /// Writes the gradients of these units to their columns of one row of dH.
+    pub(super) fn put_gradients(
         &self,
-        h: &Balls2,
-        row: usize,
-        unit: usize,
-        da: Ball,
-        mut put: impl FnMut(usize, Ball),
+        (mids, rads): (&mut [f64], &mut [f64]),
+        first: usize,
+        count: usize,
+        (dgate, dup): (Line, Option<Line>),
     ) {
-        let (arithmetic, curve) = (&self.arithmetic, Curve::of(self.problem.activation()));
-        if self.problem.activation().gated() {
-            let [of_gate, of_up] = self.gate_and_up(unit);
-            let (gate, up) = (h.at(row, of_gate), h.at(row, of_up));
-            let slope = arithmetic.curve_slope(curve, gate);
-            let dgate = arithmetic.multiply(arithmetic.multiply(da, self.up_factor(up)), slope);
-            // v(up)·f′(gate) first, then dA: another product may underflow, and be magnified by dA.
-            let other = (arithmetic.accumulate.underflow * da.magnitude()).min(dgate.magnitude());
-            put(of_gate, Ball { rad: arithmetic.join(dgate.rad, other), ..dgate });
-            let dup = arithmetic.multiply(da, arithmetic.curve_value(curve, gate));
-            put(of_up, arithmetic.product(dup, self.up_slope(up)));
-        } else {
-            put(unit, arithmetic.multiply(da, arithmetic.curve_slope(curve, h.at(row, unit))));
+        match dup {
+            Some(dup) => {
+                let [of_gate, of_up] = self.gate_and_up(first);
+                dgate.put((&mut *mids, &mut *rads), of_gate, 2, count);
+                dup.put((mids, rads), of_up, 2, count);
+            }
+            None => dgate.put((mids, rads), first, 1, count),
         }
     }
 
@@ -186,4 +209,21 @@ impl<'a, 'p> Model<'a, 'p> {
         }
         balls
     }
+}
+
+/// Some units of one row.
+pub(super) struct Units {
+    /// The gate, or all there is.
+    pub(super) gate: Line,
+    /// f(gate).
+    opened: Line,
+    /// With a gate, up and v(up).
+    up: Option<[Line; 2]>,
+    /// act(H).
+    pub(super) a: Line,
+}
+
+/// The units of a row by lines: the first of each, and how many.
+pub(super) fn lines_of(units: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..units).step_by(LINE).map(move |first| (first, LINE.min(units - first)))
 }

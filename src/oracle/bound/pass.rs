@@ -4,6 +4,7 @@ use ndarray::Array2;
 use std::ops::Range;
 
 use super::ball::{Ball, Measure};
+use super::buffers::Buffers;
 use super::layer::{Found, Keep, Kernels, OfLayer, Parts};
 use super::matrix::{Balls1, Balls2};
 use super::{Model, add_router_part, check_routing, router};
@@ -32,7 +33,8 @@ pub(crate) fn run(models: &[Model<'_, '_>], keep: Keep<'_>) -> Result<Found> {
 
 /// All of a layer at once.
 pub(super) fn whole(models: &[Model<'_, '_>], keep: Keep<'_>) -> Result<Whole> {
-    let mut pass = Pass::new(models, keep, &|_| false)?;
+    let buffers = Buffers::default();
+    let mut pass = Pass::new(models, keep, &|_| false, &buffers)?;
     while pass.next_experts().is_some() {}
     pass.whole()
 }
@@ -51,11 +53,16 @@ pub(crate) struct Pass<'m, 'a, 'p> {
 
 impl<'m, 'a, 'p> Pass<'m, 'a, 'p> {
     /// What `keep` names is computed, and of that what `apart` names and comes [in parts](super::in_parts)
-    /// is handed out part by part.
+    /// is handed out part by part, in memory of `buffers`.
     ///
     /// # Errors
     /// A routing that does not fit the problem.
-    pub(crate) fn new(models: &'m [Model<'a, 'p>], keep: Keep<'m>, apart: Keep<'m>) -> Result<Self> {
+    pub(crate) fn new(
+        models: &'m [Model<'a, 'p>],
+        keep: Keep<'m>,
+        apart: Keep<'m>,
+        buffers: &'m Buffers,
+    ) -> Result<Self> {
         let (mut logits, mut scores) = (Vec::new(), Vec::new());
         for model in models {
             check_routing(model.problem, model.routing)?;
@@ -73,13 +80,13 @@ impl<'m, 'a, 'p> Pass<'m, 'a, 'p> {
         }
         let by_row = models.iter().zip(&scores).map(|(model, scores)| model.routing.to_rows(scores)).collect();
         let experts = 0..models.first().map_or(0, |model| model.routing.experts());
-        let kernels = Kernels::new(models, by_row, keep, apart);
+        let kernels = Kernels::new(models, by_row, [keep, apart], buffers);
         Ok(Self { models, keep, logits, scores, kernels, experts })
     }
 
-    /// The next experts, a few for each thread, with what they give apart; none when all were there.
+    /// The next experts, one for each thread, with what they give apart; none when all were there.
     pub(crate) fn next_experts(&mut self) -> Option<(Range<usize>, Vec<Parts>)> {
-        let at_once = 2 * rayon::current_num_threads();
+        let at_once = rayon::current_num_threads();
         let from = self.experts.start;
         let next = from..self.experts.end.min(from + at_once);
         self.experts.start = next.end;
@@ -150,7 +157,7 @@ impl Whole {
         for ((model, of_tokens), radii) in models.iter().zip(of_tokens).zip(&mut found.radii) {
             let OfTokens { o, dx_of_experts, dx_of_router } = of_tokens;
             let dx = match (dx_of_experts, dx_of_router) {
-                (Some(experts), Some(router)) => Some(add_router_part(model, experts, &router)),
+                (Some(experts), Some(router)) => Some(add_router_part(model, experts, router.operand())),
                 (experts, _) => experts,
             };
             for (output, balls) in [(Output::O, o), (Output::Dx, dx)] {
@@ -184,7 +191,8 @@ mod tests {
             let models =
                 [Measure::Worst, Measure::Deviation].map(|measure| Model::new(&problem, routing, &numerics, measure));
             let whole = run(&models, &|_| true).unwrap();
-            let mut pass = Pass::new(&models, &|_| true, &|_| true).unwrap();
+            let buffers = Buffers::default();
+            let mut pass = Pass::new(&models, &|_| true, &|_| true, &buffers).unwrap();
             let mut parts: BTreeMap<Output, [Vec<f64>; 3]> = BTreeMap::new();
             while let Some((_, experts)) = pass.next_experts() {
                 for (output, part) in experts.into_iter().flatten() {

@@ -10,6 +10,8 @@ use faer::{Accum, MatMut, MatRef};
 use ndarray::{Array2, ArrayView2, Zip};
 use rayon::prelude::*;
 
+use super::buffers::{Buffers, Pool};
+use super::line::vectorized;
 use crate::element::Real;
 
 /// Rows of a result that one task computes: experts are tasks themselves, so that only large ones are split.
@@ -19,18 +21,21 @@ const ROWS: usize = 1024;
 const LARGE: usize = 1 << 20;
 
 /// A·B.
-pub(super) fn product<A: Real>(a: ArrayView2<'_, A>, b: ArrayView2<'_, A>) -> Array2<A> {
-    let mut product = Array2::zeros((a.nrows(), b.ncols()));
+pub(super) fn product<A: Real>(pool: &Pool<A>, a: ArrayView2<'_, A>, b: ArrayView2<'_, A>) -> Array2<A> {
     let (terms, columns) = b.dim();
+    let mut product = pool.matrix((a.nrows(), columns));
     let (a, b) = (InOrder::new(a), InOrder::new(b));
     let (a, b) = (a.matrix(), b.matrix());
-    // Nothing to sum, or nowhere to put it: zeros.
-    if let (Some(into), true) = (product.as_slice_mut(), terms > 0 && columns > 0) {
-        into.par_chunks_mut(ROWS * columns).enumerate().for_each(|(block, into)| {
-            let rows = into.len() / columns;
-            let into = MatMut::from_row_major_slice_mut(into, rows, columns);
-            A::multiply(into, Accum::Replace, a.subrows(block * ROWS, rows), b);
-        });
+    match product.as_slice_mut() {
+        Some(into) if terms > 0 && columns > 0 => {
+            into.par_chunks_mut(ROWS * columns).enumerate().for_each(|(block, into)| {
+                let rows = into.len() / columns;
+                let into = MatMut::from_row_major_slice_mut(into, rows, columns);
+                A::multiply(into, Accum::Replace, a.subrows(block * ROWS, rows), b);
+            });
+        }
+        // Nothing to sum, or nowhere to put it.
+        _ => product.fill(A::zero()),
     }
     product
 }
@@ -44,12 +49,54 @@ pub(super) struct Weighed<'w, F> {
 }
 
 impl<F: Fn(f64, f64) -> f64 + Copy> Weighed<'_, F> {
-    fn numbers(&self) -> Array2<f64> {
-        let Self { mid, rad, weigh } = self;
+    /// Midpoints and radii as they lie in memory, row after row or column after column: none where they lie in
+    /// several pieces, backwards, or differently.
+    fn in_memory(&self) -> Option<(&[f64], Option<&[f64]>)> {
+        if !self.mid.is_standard_layout() && !self.mid.t().is_standard_layout() {
+            return None;
+        }
+        let mids = self.mid.as_slice_memory_order()?;
+        match &self.rad {
+            Some(rad) if rad.strides() == self.mid.strides() => Some((mids, Some(rad.as_slice_memory_order()?))),
+            Some(_) => None,
+            None => Some((mids, None)),
+        }
+    }
+
+    fn numbers(&self, pool: &Pool<f64>) -> Array2<f64> {
+        let Self { mid, rad, weigh } = *self;
+        if let Some((mids, rads)) = self.in_memory() {
+            let mut numbers = pool.take(mids.len());
+            vectorized(
+                #[inline(always)]
+                || match rads {
+                    Some(rads) => {
+                        numbers
+                            .iter_mut()
+                            .zip(mids)
+                            .zip(rads)
+                            .for_each(|((number, &mid), &rad)| *number = weigh(mid, rad));
+                    }
+                    None => numbers.iter_mut().zip(mids).for_each(|(number, &mid)| *number = weigh(mid, 0.0)),
+                },
+            );
+            if let Some(numbers) = in_layout_of(mid, numbers) {
+                return numbers;
+            }
+        }
         match rad {
             Some(rad) => Zip::from(mid).and(rad).map_collect(|&mid, &rad| weigh(mid, rad)),
             None => mid.mapv(|mid| weigh(mid, 0.0)),
         }
+    }
+}
+
+/// Numbers of a matrix that lie as those of `matrix` do.
+fn in_layout_of<A>(matrix: ArrayView2<'_, f64>, values: Vec<A>) -> Option<Array2<A>> {
+    let (rows, columns) = matrix.dim();
+    match matrix.is_standard_layout() {
+        true => Array2::from_shape_vec((rows, columns), values).ok(),
+        false => Some(Array2::from_shape_vec((columns, rows), values).ok()?.reversed_axes()),
     }
 }
 
@@ -59,31 +106,46 @@ impl<F: Fn(f64, f64) -> f64 + Copy> Weighed<'_, F> {
 /// (1 − u)^(m+1) of itself, u = 2⁻²⁴, if nothing leaves f32's normal range. 1 + 2(m + 2)u makes up for
 /// it, for (m + 2)u ≤ 1/4.
 pub(super) fn at_least(
+    buffers: &Buffers,
     a: &Weighed<'_, impl Fn(f64, f64) -> f64 + Copy>,
     b: &Weighed<'_, impl Fn(f64, f64) -> f64 + Copy>,
     finish: impl Fn(&mut [f64]),
 ) -> Array2<f64> {
+    let Buffers { wide, narrow, .. } = buffers;
     let terms = b.mid.nrows();
     let large = a.mid.len() * b.mid.ncols() >= LARGE && terms < 1 << 21;
-    if let Some((a, b)) = large.then(|| Some((Upward::of(a)?, Upward::of(b)?))).flatten() {
+    if let Some((a, b)) = large.then(|| Some((Upward::of(narrow, a)?, Upward::of(narrow, b)?))).flatten() {
         let lost = 1.0 + 2.0 * (terms + 2) as f64 * (f64::from(f32::EPSILON) / 2.0);
         let unit = a.unit * b.unit;
-        return finished(&product(a.values.view(), b.values.view()), |sum: f32| lost * (f64::from(sum) * unit), finish);
-    }
-    finished(&product(a.numbers().view(), b.numbers().view()), |sum| sum, finish)
-}
-
-fn finished<A: Copy>(sums: &Array2<A>, widen: impl Fn(A) -> f64, finish: impl Fn(&mut [f64])) -> Array2<f64> {
-    let (rows, columns) = sums.dim();
-    let mut finished = Vec::with_capacity(rows * columns);
-    pulp::Arch::new().dispatch(|| {
-        for row in sums.as_slice().unwrap_or(&[]).chunks_exact(columns.max(1)) {
-            let begin = finished.len();
-            finished.extend(row.iter().map(|&sum| widen(sum)));
-            finish(&mut finished[begin..]);
+        let sums = product(narrow, a.values.view(), b.values.view());
+        let mut finished = wide.matrix(sums.dim());
+        let columns = sums.ncols().max(1);
+        if let (Some(into), Some(sums)) = (finished.as_slice_mut(), sums.as_slice()) {
+            vectorized(
+                #[inline(always)]
+                || {
+                    for (line, sums) in into.chunks_exact_mut(columns).zip(sums.chunks_exact(columns)) {
+                        line.iter_mut().zip(sums).for_each(|(into, &sum)| *into = lost * (f64::from(sum) * unit));
+                        finish(line);
+                    }
+                },
+            );
         }
-    });
-    Array2::from_shape_vec((rows, columns), finished).unwrap_or_else(|_| Array2::zeros((rows, columns)))
+        [a.values, b.values, sums].into_iter().for_each(|values| narrow.give(values));
+        return finished;
+    }
+    let (a, b) = (a.numbers(wide), b.numbers(wide));
+    let mut sums = product(wide, a.view(), b.view());
+    let columns = sums.ncols().max(1);
+    if let Some(sums) = sums.as_slice_mut() {
+        vectorized(
+            #[inline(always)]
+            || sums.chunks_exact_mut(columns).for_each(&finish),
+        );
+    }
+    wide.give(a);
+    wide.give(b);
+    sums
 }
 
 /// Numbers ≥ 0 in units of a power of two, rounded up to f32.
@@ -93,43 +155,34 @@ struct Upward {
 }
 
 impl Upward {
-    /// None where the numbers are spread too far for f32, or the two matrices are of different layouts.
-    fn of(matrix: &Weighed<'_, impl Fn(f64, f64) -> f64 + Copy>) -> Option<Self> {
-        let &Weighed { mid, rad, weigh } = matrix;
-        if rad.is_some_and(|rad| rad.strides() != mid.strides()) {
-            return None;
-        }
-        // Views of either order have their numbers in one piece.
-        let mids = mid.as_slice_memory_order()?;
-        let rads = match &rad {
-            Some(rad) => Some(rad.as_slice_memory_order()?),
-            None => None,
-        };
+    /// None where the numbers are spread too far for f32, or do not lie in one piece.
+    fn of(pool: &Pool<f32>, matrix: &Weighed<'_, impl Fn(f64, f64) -> f64 + Copy>) -> Option<Self> {
+        let ((mids, rads), weigh) = (matrix.in_memory()?, matrix.weigh);
         let of_place = |at: usize| weigh(mids[at], rads.map_or(0.0, |rads| rads[at]));
         let (unit, units) = unit((0..mids.len()).step_by(SAMPLE).map(of_place))?;
-        let mut values = Vec::with_capacity(mids.len());
+        let mut values = pool.take(mids.len());
         let mut all = true;
-        pulp::Arch::new().dispatch(|| {
-            let mut take = |number: f64| {
-                let (rounded, fits) = upward(number * units);
-                all &= fits;
-                rounded
-            };
-            match rads {
-                Some(rads) => values.extend(mids.iter().zip(rads).map(|(&mid, &rad)| take(weigh(mid, rad)))),
-                None => values.extend(mids.iter().map(|&mid| take(weigh(mid, 0.0)))),
-            }
-        });
-        Self::in_layout_of(mid, values, unit).filter(|_| all)
-    }
-
-    fn in_layout_of(matrix: ArrayView2<'_, f64>, values: Vec<f32>, unit: f64) -> Option<Self> {
-        let (rows, columns) = matrix.dim();
-        let values = match matrix.is_standard_layout() {
-            true => Array2::from_shape_vec((rows, columns), values).ok()?,
-            false => Array2::from_shape_vec((columns, rows), values).ok()?.reversed_axes(),
-        };
-        Some(Self { values, unit })
+        vectorized(
+            #[inline(always)]
+            || {
+                let mut take = |number: f64| {
+                    let (rounded, fits) = upward(number * units);
+                    all &= fits;
+                    rounded
+                };
+                match rads {
+                    Some(rads) => {
+                        values
+                            .iter_mut()
+                            .zip(mids)
+                            .zip(rads)
+                            .for_each(|((value, &mid), &rad)| *value = take(weigh(mid, rad)));
+                    }
+                    None => values.iter_mut().zip(mids).for_each(|(value, &mid)| *value = take(weigh(mid, 0.0))),
+                }
+            },
+        );
+        in_layout_of(matrix.mid, values).filter(|_| all).map(|values| Self { values, unit })
     }
 }
 
@@ -197,10 +250,14 @@ mod tests {
         Array::from_shape_fn((rows, columns), |(i, j)| libm::sin((i * columns + j) as f64 * 0.7310585) * 3.0)
     }
 
+    fn product(a: ArrayView2<'_, f64>, b: ArrayView2<'_, f64>) -> Array2<f64> {
+        super::product(&Pool::default(), a, b)
+    }
+
     fn above(a: &Array2<f64>, b: &Array2<f64>) -> Array2<f64> {
         let zeros = Array2::zeros(a.dim());
         let a = Weighed { mid: a.view(), rad: Some(zeros.view()), weigh: |a: f64, rad: f64| a + rad };
-        at_least(&a, &Weighed { mid: b.view(), rad: None, weigh: |b: f64, _| b }, |_| {})
+        at_least(&Buffers::default(), &a, &Weighed { mid: b.view(), rad: None, weigh: |b: f64, _| b }, |_| {})
     }
 
     #[test]
@@ -215,6 +272,23 @@ mod tests {
         near(product(wide.slice(s![.., ..;2]), b.view()));
         assert_eq!(product(a.slice(s![..0, ..]), b.view()).dim(), (0, 33));
         assert_eq!(product(a.slice(s![.., ..0]), b.slice(s![..0, ..])), Array2::<f64>::zeros((300, 33)));
+    }
+
+    #[test]
+    fn weighed_numbers_stand_where_they_stood_however_they_lie_in_memory() {
+        let (mids, rads) = (drawn(6, 9), drawn(6, 9).mapv(f64::abs));
+        let (turned, other_rads) = (mids.t().to_owned(), rads.t().to_owned());
+        let expected = &mids + &(2.0 * &rads);
+        let weigh = |mid: f64, rad: f64| mid + 2.0 * rad;
+        let numbers = |mid, rad| Weighed { mid, rad: Some(rad), weigh }.numbers(&Pool::default());
+        assert_eq!(numbers(mids.view(), rads.view()), expected);
+        assert_eq!(numbers(turned.t(), other_rads.t()), expected);
+        assert_eq!(numbers(mids.view(), other_rads.t()), expected);
+        for (rows, columns) in [(-1, 1), (1, -1), (-1, -1), (2, 1), (1, 2)] {
+            let view = |array: &Array2<f64>| array.slice(s![..;rows, ..;columns]).to_owned();
+            let [mid, rad] = [&mids, &rads].map(|array| array.slice(s![..;rows, ..;columns]));
+            assert_eq!(numbers(mid, rad), view(&expected), "{rows}, {columns}");
+        }
     }
 
     #[test]

@@ -17,6 +17,8 @@ pub(crate) struct Judging {
     largest: f64,
     seen: Seen,
     bounds: Median,
+    /// What has been seen of elements that are to be looked at in one go, before the rest of them is there.
+    open: Option<Seen>,
 }
 
 impl Judging {
@@ -25,31 +27,59 @@ impl Judging {
         let places = Places { output, shape: shape.to_vec(), axis_1 };
         let seen = places.unseen();
         let bounds = Median::of(shape.iter().product());
-        Self { places, largest: dtype.largest(), seen, bounds }
+        Self { places, largest: dtype.largest(), seen, bounds, open: None }
     }
 
     /// Looks at the elements from `place` on, in row-major order; the pieces of a result begin and end with
     /// lines of its last axis.
     pub(crate) fn look(&mut self, place: usize, values: &[f64], truth: &[f64], bound: &[f64]) {
-        let Self { places, largest, seen, bounds } = self;
+        let piece = self.places.piece();
+        let pieces = (0..truth.len()).step_by(piece).map(|from| from..truth.len().min(from + piece));
+        let pieces = pieces.map(|range| (range, self.places.unseen())).collect();
+        self.look_at(place, [values, truth, bound], pieces).into_iter().for_each(|seen| self.seen.join(seen));
+    }
+
+    /// The same, so that sums round as if the whole were looked at in one go: each look begins where the last
+    /// one ended.
+    pub(crate) fn continue_at(&mut self, place: usize, values: &[f64], truth: &[f64], bound: &[f64]) {
+        let piece = self.places.piece();
+        let (mut from, end) = (place, place + truth.len());
+        let mut pieces = Vec::new();
+        let mut begun = self.open.take();
+        while from < end {
+            let to = end.min((from / piece + 1) * piece);
+            pieces.push((from - place..to - place, begun.take().unwrap_or_else(|| self.places.unseen())));
+            from = to;
+        }
+        let mut all = self.look_at(place, [values, truth, bound], pieces);
+        if !end.is_multiple_of(piece) {
+            self.open = all.pop().or(begun);
+        }
+        all.into_iter().for_each(|seen| self.seen.join(seen));
+    }
+
+    /// Each range with what was seen before it.
+    fn look_at(
+        &mut self,
+        place: usize,
+        [values, truth, bound]: [&[f64]; 3],
+        pieces: Vec<(Range<usize>, Seen)>,
+    ) -> Vec<Seen> {
+        let Self { places, largest, bounds, .. } = self;
         let numbers = Numbers { from: place, values, truth, bound, largest: *largest };
-        let width = places.width();
-        let piece = width * (PIECE / width).max(1);
-        let pieces: Vec<Range<usize>> =
-            (0..truth.len()).step_by(piece).map(|from| from..truth.len().min(from + piece)).collect();
         let (all, of_bounds): (Vec<Seen>, Vec<Median>) = pieces
             .into_par_iter()
-            .map(|range| {
+            .map(|(range, seen)| {
                 let mut of_piece = bounds.empty();
                 let judged = truth[range.clone()].iter().zip(&bound[range.clone()]);
                 let judged = judged.filter(|(truth, bound)| truth.abs() + **bound <= *largest);
                 of_piece.extend(judged.map(|(_, bound)| bound.abs()));
-                (numbers.see(range, places), of_piece)
+                (numbers.see(range, places, seen), of_piece)
             })
             .unzip();
         // In their order, whatever the number of threads.
-        all.into_iter().for_each(|piece| seen.join(piece));
         of_bounds.into_iter().for_each(|piece| bounds.join(piece));
+        all
     }
 
     /// Whether an element has failed.
@@ -59,7 +89,8 @@ impl Judging {
 
     /// What all pieces together have come to.
     pub(crate) fn finish(self) -> Judgement {
-        let Self { places, seen, bounds, .. } = self;
+        let Self { places, mut seen, bounds, open, .. } = self;
+        open.into_iter().for_each(|open| seen.join(open));
         let Seen { judged, largest_error, floor, squares, worst, tally, heat } = seen;
         let rms = (squares / judged as f64).sqrt();
         let elements = places.shape.iter().product();
@@ -106,6 +137,11 @@ struct Places {
 impl Places {
     fn width(&self) -> usize {
         self.shape.last().copied().unwrap_or(1).max(1)
+    }
+
+    /// Elements of whole lines that are looked at in one go.
+    fn piece(&self) -> usize {
+        self.width() * (PIECE / self.width()).max(1)
     }
 
     fn coordinates(&self, place: usize) -> Vec<usize> {
@@ -173,8 +209,7 @@ impl Seen {
 
 impl Numbers<'_> {
     /// Judges a range of whole lines along the last axis.
-    fn see(&self, range: Range<usize>, places: &Places) -> Seen {
-        let mut seen = places.unseen();
+    fn see(&self, range: Range<usize>, places: &Places, mut seen: Seen) -> Seen {
         let width = places.width();
         let named = |column: usize| match &places.axis_1 {
             Some(axis_1) if places.shape.len() == 2 => axis_1[column],
