@@ -163,8 +163,9 @@ fn stored_softmax(arithmetic: &Arithmetic, logits: &[Ball]) -> Vec<Ball> {
 ///
 /// The worst case is attained with l_i off by E_i and every other l_j by E_j the other way:
 /// p⁺ = p_i e^{E_i} / (p_i e^{E_i} + Σ_{j≠i} p_j e^{−E_j}), and p⁻ with the signs turned; both differences
-/// to p_i are written without cancellation. The evaluation adds F units for each exp, the distance
-/// to the maximum (the rounded difference is exponentiated), the sum and the quotient.
+/// to p_i are written without cancellation, but for the sums over j ≠ i, which lose what is far below p_i:
+/// where some E > 1 may make that large, [`softmax_out_of`] stands for them. The evaluation adds F units for
+/// each exp, the distance to the maximum (the rounded difference is exponentiated), the sum and the quotient.
 fn softmax(arithmetic: &Arithmetic, logits: &[Ball]) -> Vec<Ball> {
     let largest = logits.iter().map(|logit| logit.mid).fold(f64::NEG_INFINITY, f64::max);
     let weights: Vec<f64> = logits.iter().map(|logit| libm::exp(logit.mid - largest)).collect();
@@ -188,22 +189,29 @@ fn softmax(arithmetic: &Arithmetic, logits: &[Ball]) -> Vec<Ball> {
     let away = |l: Ball| if l.mid > f64::NEG_INFINITY { largest - l.mid } else { 0.0 };
     let mean_distance = over(&|p, l| p * away(l));
     let widest = logits.iter().map(|logit| logit.rad).fold(0.0, f64::max);
+    let out_of = (arithmetic.reach(widest) > 1.0).then(|| softmax_out_of(arithmetic, logits));
 
     p.iter()
         .zip(logits)
-        .map(|(&p, &l)| {
+        .enumerate()
+        .map(|(i, (&p, &l))| {
             if l.mid == f64::NEG_INFINITY {
                 return Ball::exact(0.0);
             }
             let (up, down) = (libm::expm1(l.rad), libm::expm1(-l.rad));
-            let rad = match arithmetic.measure {
-                Measure::Midpoint => return Ball::exact(p),
-                Measure::Worst => {
+            let rad = match (arithmetic.measure, &out_of) {
+                (Measure::Midpoint, _) => return Ball::exact(p),
+                (_, Some(most)) => {
+                    let [of_it, of_others] = most[i];
+                    let (rise, fall) = (of_it.min(1.0 - p), of_others.min(p));
+                    rise.max(fall) / arithmetic.reach(1.0)
+                }
+                (Measure::Worst, None) => {
                     let rise = p * ((1.0 - p) * up - (below - p * down)) / (1.0 + p * up + (below - p * down));
                     let fall = p * ((above - p * up) - (1.0 - p) * down) / (1.0 + p * down + (above - p * up));
                     rise.max(fall).max(0.0)
                 }
-                Measure::Deviation => {
+                (Measure::Deviation, None) => {
                     let own = p * p * l.rad * l.rad;
                     p * ((squares - own).max(0.0) + (1.0 - p) * (1.0 - p) * l.rad * l.rad).sqrt()
                 }
@@ -215,6 +223,35 @@ fn softmax(arithmetic: &Arithmetic, logits: &[Ball]) -> Vec<Ball> {
             Ball { mid: p, rad }
         })
         .collect()
+}
+
+/// The most that each p_i may be, and the most that all the others may be together, of logits anywhere within
+/// reach:
+///
+/// ```text
+/// p_i       ≤  σ(l_i + E_i − max_{j≠i} (l_j − E_j))
+/// 1 − p_i   ≤  σ(max_{j≠i} (l_j + E_j) + ln(E − 1) − l_i + E_i)
+/// ```
+fn softmax_out_of(arithmetic: &Arithmetic, logits: &[Ball]) -> Vec<[f64; 2]> {
+    let end = |l: Ball, side: f64| l.mid + side * arithmetic.reach(l.rad);
+    let [lower, upper] = [-1.0, 1.0].map(|side| logits.iter().map(|&l| end(l, side)).collect::<Vec<_>>());
+    let (below, above) = (largest_of_others(&lower), largest_of_others(&upper));
+    let others = libm::log(logits.len().saturating_sub(1) as f64);
+    let sigma = |x: f64| 1.0 / (1.0 + libm::exp(-x));
+    (0..logits.len()).map(|i| [sigma(upper[i] - below[i]), sigma(above[i] + others - lower[i])]).collect()
+}
+
+/// The largest number beside each.
+fn largest_of_others(numbers: &[f64]) -> Vec<f64> {
+    let (mut at, mut first, mut second) = (0, f64::NEG_INFINITY, f64::NEG_INFINITY);
+    for (i, &number) in numbers.iter().enumerate() {
+        if number > first {
+            (at, first, second) = (i, number, first);
+        } else {
+            second = second.max(number);
+        }
+    }
+    (0..numbers.len()).map(|i| if i == at { second } else { first }).collect()
 }
 
 /// s(g − Σgs) over the chosen, each operation rounded in the accumulator.
@@ -317,6 +354,35 @@ mod tests {
         let p = softmax(&arithmetic(Measure::Worst), &masked);
         assert_eq!(p[1], Ball::exact(0.0));
         assert!(p[0].rad > 0.0 && p[0].rad < 1e-4, "{p:?}");
+    }
+
+    /// Of logits that an engine has anywhere within their balls: near each other, far apart, and as unsure as
+    /// those of large numbers in bf16 are.
+    #[test]
+    fn a_softmax_of_logits_anywhere_within_their_balls_is_within_its_own() {
+        let of = |logits: &[f64]| {
+            let largest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let weights: Vec<f64> = logits.iter().map(|logit| libm::exp(logit - largest)).collect();
+            let total: f64 = weights.iter().sum();
+            weights.into_iter().map(move |weight| weight / total).collect::<Vec<_>>()
+        };
+        let arithmetic = arithmetic(Measure::Worst);
+        for apart in [0.0, 0.3, 4.0, 30.0, 279.0, 900.0, 1e5] {
+            for rad in [1e-3, 0.1, 0.99, 1.01, 5.0, 140.0, 650.0, 2e3, 1e5] {
+                let balls = [0.0, 1.0, 1.5, -3.0].map(|place| Ball { mid: place * apart, rad });
+                let p = softmax(&arithmetic, &balls);
+                // Every end of every ball.
+                for ends in 0..1u32 << balls.len() {
+                    let side = |i: usize| if ends >> i & 1 == 1 { 1.0 } else { -1.0 };
+                    let logits: Vec<f64> = balls.iter().enumerate().map(|(i, l)| l.mid + side(i) * l.rad).collect();
+                    for (ball, found) in p.iter().zip(of(&logits)) {
+                        let off = (found - ball.mid).abs();
+                        assert!(off <= ball.rad, "{apart} ± {rad}: {found} is not in {ball:?}");
+                    }
+                }
+                assert!(p.iter().all(|p| p.rad < 1.1), "{apart} ± {rad}: {p:?}");
+            }
+        }
     }
 
     /// A divisor that the engine may have flushed to 0 lies within several of its deviations.
