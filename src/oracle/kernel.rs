@@ -182,7 +182,10 @@ fn fused_kernels(model: &Model<'_, '_>, read: &Recorded<'_>, bounds: &mut Bounds
     let rows = |expert: ExpertId| model.routing.rows_of_expert(expert);
     if bounds.wants(&[Output::H, Output::A]) {
         let outputs = [Output::H, Output::A];
-        bounds.each_expert(UP_FORWARD, outputs, |known, expert| (fused::up_forward(model, known, expert), ()));
+        bounds.each_expert(UP_FORWARD, outputs, |known, expert| {
+            let fused::UpForward { h, a, .. } = fused::up_forward(model, known, expert, false);
+            ([h, a], ())
+        });
     }
     if bounds.wants(&[Output::Y])
         && let Some(a) = read.matrix(Output::A)
@@ -212,7 +215,7 @@ fn fused_kernels(model: &Model<'_, '_>, read: &Recorded<'_>, bounds: &mut Bounds
         let ds = bounds.each_expert(DOWN_BACKWARD_ACTIVATION, outputs, |known, expert| {
             let h = known.exact(model, h.slice(s![rows(expert), ..]));
             let fused::DownBackward { dh, a_prime, ds } =
-                fused::down_backward_activation(model, known, expert, &h, &scores[rows(expert)]);
+                fused::down_backward_activation(model, known, expert, (&h, None), &scores[rows(expert)]);
             known.give(model, h);
             ([dh, a_prime], ds)
         });

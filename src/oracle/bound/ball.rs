@@ -69,7 +69,7 @@ pub(crate) struct Rounding {
     /// Beyond this the result may be infinite, and nothing is known of it.
     pub(crate) largest: f64,
     /// The type stored to, where it is known: its own numbers are stored without error.
-    dtype: Option<DType>,
+    pub(super) dtype: Option<DType>,
 }
 
 impl Rounding {

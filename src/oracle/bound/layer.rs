@@ -332,9 +332,13 @@ fn fused_expert(
     keep: Keep<'_>,
 ) -> OfExpert {
     let biases = model.problem.b1().is_some();
-    let [h, a] = fused::up_forward(model, known, expert);
+    let fused::UpForward { h, a, h_between } = fused::up_forward(model, known, expert, true);
     let y = (keep(Output::O) || keep(Output::Y)).then(|| fused::down_forward(model, known, expert, a.operand()));
-    let fused::DownBackward { dh, a_prime, ds } = fused::down_backward_activation(model, known, expert, &h, s);
+    let fused::DownBackward { dh, a_prime, ds } =
+        fused::down_backward_activation(model, known, expert, (&h, h_between.as_ref()), s);
+    if let Some(h_between) = h_between {
+        known.give(model, h_between);
+    }
     let mut results = BTreeMap::from([(Output::Ds, column(ds))]);
     if keep(Output::Dw2) {
         results.insert(Output::Dw2, fused::down_backward_weight(model, known, expert, a_prime.operand()));

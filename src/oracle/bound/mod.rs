@@ -7,6 +7,7 @@
 //! | --- | --- |
 //! | dot product of m terms, any order | γ_m Σ(\|a\| + E_a)(\|b\| + E_b) + Σ(E_a\|b\| + \|a\|E_b + E_aE_b) |
 //! | store to a type of roundoff u_S | E += max(u_S·2^⌊log₂(\|v\| + E)⌋, η), η half its smallest subnormal |
+//! | store of h before ds | max(\|RN(v − E) − v\|, \|RN(v + E) − v\|), as rounding is monotone |
 //! | f(v) | \|f′\|E + ½ sup\|f″\| E², plus the evaluation; at a kink within reach the whole jump |
 //! | scores | the largest and smallest softmax of logits within E_l |
 //! | dlogits | E_s\|g − Σgs\| + s(\|1 − s\|E_g + Σ_others E_g s + Σ\|g\|E_s) and second-order terms |
@@ -19,6 +20,7 @@
 //! The choice of experts is an input. It is not judged here.
 
 pub(crate) mod ball;
+mod between;
 pub(crate) mod buffers;
 pub(crate) mod curve;
 pub(crate) mod eager;

@@ -172,13 +172,7 @@ fn the_fused_bound_is_neither_vacuous_nor_far_from_what_a_correct_engine_uses() 
         );
         assert!(judgement.passes(), "{judgement}");
         if Output::RESULTS.contains(&output) {
-            // drouter_b sums dlogits of both signs over all tokens, and each one's error comes from roundings of
-            // its own row of h: an engine may have all of them with one sign, so its bound of 0.25 of the rms is
-            // attained but for what is known of each rounding. Taking h as the numbers that the ends of its ball
-            // round to halves it (0.125), but tightens dw1 too, beyond what the eager OLMoE file of our data
-            // has of a fused layer: it would be judged by the wider eager bounds alone.
-            let gated = output != Output::DrouterB;
-            assert!(!gated || median < 0.2, "{output}: the median bound is {median} of the rms");
+            assert!(median < 0.2, "{output}: the median bound is {median} of the rms");
         }
     }
 }
