@@ -32,6 +32,8 @@
 //! all tokens are identical; then this module rejects correct engines, so it stands beside the bounds.
 
 mod leaning;
+#[cfg(test)]
+mod tests;
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;

@@ -90,6 +90,31 @@ mod tests {
         repetition(&Problem::new(x, w1, drawn.w2(), biases, gating, drawn.activation(), dout).unwrap())
     }
 
+    /// A unit is a column of w2.
+    #[test]
+    fn a_unit_twice_is_found_and_units_of_zeros_repeat_nothing() {
+        let case = Case::new("20,16,24,3,2".parse().unwrap()).with_pairing(Pairing::TopK);
+        let drawn = case.problem::<f64>().unwrap();
+        let with_w2 = |change: &dyn Fn(&mut Array3<f64>)| {
+            let mut w2 = drawn.w2().to_owned();
+            change(&mut w2);
+            let gating = Gating::borrowed(drawn.gating());
+            let (x, w1, dout) = (drawn.x(), drawn.w1(), drawn.dout());
+            repetition(&Problem::new(x, w1, w2, None, gating, drawn.activation(), dout).unwrap())
+        };
+        let unit = with_w2(&|w2| {
+            let first = &w2.slice(s![0, .., 5]) * -0.5;
+            w2.slice_mut(s![2, .., 23]).assign(&first);
+        });
+        assert_eq!(unit.unwrap(), "columns of w2, counted over experts, 5 and 71 are equal");
+        assert_eq!(with_w2(&|w2| w2.slice_mut(s![1, .., 3..5]).fill(0.0)), None);
+        let rows = with_w2(&|w2| {
+            let first = w2.slice(s![0, 5, ..]).to_owned();
+            w2.slice_mut(s![2, 7, ..]).assign(&first);
+        });
+        assert_eq!(rows, None);
+    }
+
     #[test]
     fn two_numbers_tell_a_line_and_one_does_not() {
         let lines = ndarray::arr2(&[[1.0, 2.0], [3.0, 1.0], [-2.0, -4.0]]);

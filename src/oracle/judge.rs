@@ -207,6 +207,13 @@ mod tests {
     }
 
     #[test]
+    fn the_largest_error_is_that_of_some_judged_element_and_0_where_there_is_none() {
+        assert_eq!(judged(&[1.125, -4.0, 7.0], &[1.0, -4.25, f64::INFINITY], &[1.0, 0.5, 0.0]).largest_error, 0.25);
+        assert_eq!(judged(&[1.0, -4.0], &[1.0, -4.0], &[0.5, 0.5]).largest_error, 0.0);
+        assert_eq!(judged(&[7.0], &[f64::INFINITY], &[0.0]).largest_error, 0.0);
+    }
+
+    #[test]
     fn the_floor_is_the_smallest_relative_error_that_fails() {
         let (truth, bound) = ([1.0, -4.0, 0.0], [0.5, 1.0, 0.0]);
         let floor = judged(&[1.0, -4.0, 0.0], &truth, &bound).floor;

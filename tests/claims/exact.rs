@@ -1,11 +1,13 @@
 //! The exact regime: one value for every number, whatever the order of sums.
 
 use half::{bf16, f16};
+use ndarray::{arr2, arr3};
 use sonicmoe::case::{Case, Pairing, Scale};
 use sonicmoe::engine::{Numerics, Output, Results, RoundingModel, RouterRounding};
 use sonicmoe::oracle::exact::{Difference, differences, expected};
+use sonicmoe::routing::Routing;
 use sonicmoe::sonic::cpu::{CpuEngine, RoundingPoint, Roundings};
-use sonicmoe::{Activation, Biases, DType, Element, Gating, Problem, Real, Record, run};
+use sonicmoe::{Activation, Biases, DType, Element, ExpertId, Gating, Problem, Real, Record, TokenId, run};
 
 use super::bounds::naive::Naive;
 
@@ -247,4 +249,16 @@ fn a_problem_with_a_row_of_zeros_is_refused() {
     let silent = Problem::new(p.x(), p.w1(), w2, None, p.gating().borrowed(), p.activation(), p.dout()).unwrap();
     let error = expected(&silent, DType::BF16).unwrap_err().to_string();
     assert!(error.contains("never been written"), "{error}");
+}
+
+/// s·a = 2⁻²⁵ is half the smallest f16, and dh is 1.
+#[test]
+fn an_a_prime_that_the_type_does_not_have_is_outside_the_regime() {
+    let one = |value: f64| arr3(&[[[value]]]);
+    let routing = Routing::new(1, 1, [(TokenId(0), ExpertId(0))]).unwrap();
+    let gating = Gating::Given { routing, scores: vec![0.5] };
+    let x = arr2(&[[libm::exp2(-24.0)]]);
+    let problem = Problem::new(x, one(1.0), one(1.0), None, gating, Activation::Relu, arr2(&[[2.0]])).unwrap();
+    let error = expected(&problem, DType::F16).unwrap_err().to_string();
+    assert!(error.contains("`a_prime` at [0, 0]") && error.contains("f16 does not have"), "{error}");
 }

@@ -15,6 +15,7 @@ mod gradients;
 mod kernels;
 mod laws;
 mod museum;
+mod planted;
 mod replayed;
 mod reports;
 mod routing;

@@ -62,7 +62,7 @@ pub(crate) use pass::{Pass, propagate_all, run};
 
 /// What the tests of the parts assume: results stored as `storage`, sums and scores in f32.
 #[cfg(test)]
-fn numerics_of(storage: crate::DType, rounding: crate::engine::RoundingModel) -> Numerics {
+pub(crate) fn numerics_of(storage: crate::DType, rounding: crate::engine::RoundingModel) -> Numerics {
     Numerics {
         storage,
         score: crate::DType::F32,

@@ -10,7 +10,7 @@ use sonicmoe::case::strategy::any_case;
 use sonicmoe::case::{Case, Pairing, Scale};
 use sonicmoe::engine::{Numerics, Output, Results, Stored};
 use sonicmoe::oracle::bias::{Bias, Twin};
-use sonicmoe::oracle::{bound, judge};
+use sonicmoe::oracle::{bound, judge, statistic};
 use sonicmoe::problem::{Biases, Gating, Problem};
 use sonicmoe::routing::Routing;
 use sonicmoe::sonic::cpu::CpuEngine;
@@ -170,9 +170,49 @@ fn one_scaled_expert_is_found_by_its_index_and_a_tile_of_columns_by_its_range() 
         groups.into_iter().max_by(|(_, a), (_, b)| a.z.total_cmp(&b.z)).unwrap().0.to_string()
     };
     assert_eq!(worst(Output::Dw1, &expert), "index 4");
-    let mut columns = results[&Output::O].clone();
-    columns.values.slice_axis_mut(Axis(1), (16..32).into()).mapv_inplace(|value| 1.1 * value);
-    assert_eq!(worst(Output::O, &columns), "columns 16..32");
+    for (range, name) in [(0..16, "columns 0..16"), (16..32, "columns 16..32")] {
+        let mut columns = results[&Output::O].clone();
+        columns.values.slice_axis_mut(Axis(1), range.into()).mapv_inplace(|value| 1.1 * value);
+        assert_eq!(worst(Output::O, &columns), name);
+    }
+}
+
+/// What is no number has no direction, and what is right none either.
+#[test]
+fn nothing_leans_to_where_a_wrong_result_is_right_or_no_number() {
+    let Made { results, twin, .. } = made(Scale::Small);
+    let truth = twin.truth(Output::O).unwrap();
+    assert_eq!(twin.directed(Output::O, &results[&Output::O], truth).unwrap(), None);
+    let mut stored = results[&Output::O].clone();
+    stored.values[[3, 4]] += 1.0;
+    let towards = |value: f64| {
+        let mut wrong = truth.mapv(|value| -value);
+        wrong[[3, 4]] = value;
+        twin.directed(Output::O, &stored, &wrong).unwrap().unwrap()
+    };
+    let right_there = towards(truth[[3, 4]]);
+    assert!(right_there.passes(), "{right_there:?}");
+    for none in [f64::NAN, f64::INFINITY] {
+        assert_eq!(towards(none), right_there);
+    }
+}
+
+/// dlogits of a token reach all of drouter_w, so all of its elements may be off by as many deviations at once.
+#[test]
+fn elements_that_may_share_their_roundings_are_together_off_by_as_many_deviations_as_each() {
+    let case = Case::new("512,32,16,6,2".parse().unwrap()).with_seed(3);
+    let problem = case.problem::<bf16>().unwrap();
+    let engine = CpuEngine::<f32>::new();
+    let routing = run(&engine, &problem, Record::Results).unwrap().routing;
+    let (wide, numerics) = (problem.widen(), Engine::<bf16>::numerics(&engine));
+    let twin = Twin::new(&wide, &routing, &numerics).unwrap();
+    let deviations = &statistic::deviations(&wide, &routing, &numerics).unwrap()[&Output::DrouterW];
+    for (times, passes) in [(5.0, true), (5.9, true), (8.0, false)] {
+        let mut values = deviations.truth.clone();
+        values.zip_mut_with(&deviations.bound, |value, sigma| *value += times * sigma * value.signum());
+        let whole = twin.signed(Output::DrouterW, &Stored { dtype: DType::BF16, values }).unwrap()[0].1;
+        assert_eq!(whole.passes(), passes, "{times}: {whole:?}");
+    }
 }
 
 /// What is not a rounding to the storage type may lean to one side, by its bound: an accumulator may cut off

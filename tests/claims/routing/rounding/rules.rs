@@ -261,6 +261,27 @@ fn the_certificate_names_each_kind_of_fault() -> sonicmoe::Result<()> {
     Ok(())
 }
 
+/// What is at stake, 10⁻¹⁵, is less than sums of the kept scores in another order may differ by: an engine may
+/// see it as nothing or as something. 10⁻³ is something.
+#[test]
+fn the_certificate_rests_nothing_on_scores_that_the_roundoff_of_sums_hides() {
+    let ids = experts(&[[0], [0], [0], [0], [0], [1], [1], [1]]);
+    for (at_stake, may_stay) in [(1e-15, true), (1e-3, false)] {
+        let p = Array2::from_shape_fn((8, 2), |at| match at {
+            (4, 0) => at_stake,
+            (token, 0) => f64::from(u8::from(token < 4)),
+            (token, _) => 0.5 - token as f64 / 64.0,
+        });
+        let judge = |of_0: u32| {
+            let of_1 = [5, 6, 7, 0].map(|token| (TokenId(token), ExpertId(1)));
+            let pairs: Vec<_> = (0..of_0).map(|token| (TokenId(token), E0)).chain(of_1).collect();
+            certify(p.view(), ids.view(), 4, Rule::StochasticByScores, &pairs, &[])
+        };
+        assert_eq!(judge(8), Ok(()), "{at_stake}");
+        assert_eq!(judge(4).is_ok(), may_stay, "{at_stake}: {:?}", judge(4));
+    }
+}
+
 /// ChaCha8 from its definition, as a device would write it.
 fn chacha8_block(seed: u64, expert: u32) -> [u32; 16] {
     let mut input = [0u32; 16];

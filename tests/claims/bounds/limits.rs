@@ -1,0 +1,75 @@
+//! What a bound is where a sentence says it: numbers without any error, and numbers of which nothing is known.
+
+use ndarray::{Array1, Array2, arr2, arr3};
+use sonicmoe::case::{Case, Pairing};
+use sonicmoe::engine::{Output, RoundingModel, RouterRounding};
+use sonicmoe::oracle::{bound, statistic};
+use sonicmoe::problem::Biases;
+use sonicmoe::routing::Routing;
+use sonicmoe::{Activation, DType, ExpertId, Gating, Problem, TokenId};
+
+use super::{UNIT, numerics, problem_of};
+
+/// One token, one expert, score 1.
+fn gating() -> Gating<'static, f64> {
+    let routing = Routing::new(1, 1, [(TokenId(0), ExpertId(0))]).unwrap();
+    Gating::Given { routing, scores: vec![1.0] }
+}
+
+/// A bias is one more term of its sum, in ds (of n + d terms) d more, and γ grows with the terms.
+#[test]
+fn biases_of_zeros_cost_the_terms_that_they_are_and_nothing_else() {
+    let numerics = numerics(DType::BF16, RoundingModel::Fused, RouterRounding::Score);
+    let case = Case::new("40,16,16,3,2".parse().unwrap()).with_pairing(Pairing::TopK);
+    let (without, routing) = problem_of(&case, &numerics, UNIT);
+    let (x, w1, w2) = (without.x().to_owned(), without.w1().to_owned(), without.w2().to_owned());
+    let biases = Biases { b1: Array2::zeros((3, 32)).into(), b2: Array2::zeros((3, 16)).into() };
+    let (gating, dout) = (without.gating().clone(), without.dout().to_owned());
+    let with = Problem::new(x, w1, w2, Some(biases), gating, without.activation(), dout).unwrap();
+    let of = |problem: &Problem<'_, f64>| {
+        [bound::layer(problem, &routing, &numerics), statistic::layer(problem, &routing, &numerics)].map(Result::unwrap)
+    };
+    for (without, with) in of(&without).into_iter().zip(of(&with)) {
+        for (output, without) in without {
+            for (zeros, none) in with[&output].bound.iter().zip(&without.bound) {
+                assert!(*none <= *zeros && *zeros <= 2.01 * none, "{output}: {none:e}, then {zeros:e}");
+            }
+        }
+    }
+}
+
+/// h = 2¹³⁰ − 2¹³⁰ is 0 in the truth, and ∞ − ∞ in an f32 accumulator.
+#[test]
+fn nothing_is_known_of_a_sum_that_may_overflow_on_its_way() {
+    let x = arr2(&[[libm::exp2(70.0), libm::exp2(70.0)]]);
+    let of_h = |size: f64| {
+        let w1 = arr3(&[[[libm::exp2(size), -libm::exp2(size)]]]);
+        let (w2, dout) = (arr3(&[[[1.0], [1.0]]]), arr2(&[[1.0, 1.0]]));
+        let problem = Problem::new(x.clone(), w1, w2, None, gating(), Activation::Relu, dout).unwrap();
+        let Gating::Given { routing, .. } = problem.gating() else { panic!("given") };
+        let numerics = numerics(DType::BF16, RoundingModel::Fused, RouterRounding::Score);
+        bound::layer(&problem, routing, &numerics).unwrap()[&Output::H].bound[[0, 0]]
+    };
+    assert_eq!(of_h(60.0), f64::INFINITY);
+    assert!(of_h(20.0).is_finite());
+}
+
+/// An f16 that overflowed may be ∞, and ∞·0 is NaN in the engine: unknown, and no NaN that comparisons pass
+/// over.
+#[test]
+fn an_unknown_number_times_0_is_unknown() {
+    let one = |value: f64| arr3(&[[[value]]]);
+    let (x, dout) = (arr2(&[[6e4]]), arr2(&[[1.0]]));
+    let problem = Problem::new(x, one(6e4), one(0.0), None, gating(), Activation::Relu, dout).unwrap();
+    let Gating::Given { routing, .. } = problem.gating() else { panic!("given") };
+    for rounding in [RoundingModel::Fused, RoundingModel::Eager] {
+        let numerics = numerics(DType::F16, rounding, RouterRounding::Score);
+        let limits = [bound::layer(&problem, routing, &numerics), statistic::layer(&problem, routing, &numerics)];
+        for limits in limits.map(Result::unwrap) {
+            for output in [Output::H, Output::A, Output::Y, Output::O, Output::Ds] {
+                let bound = Array1::from_iter(limits[&output].bound.iter().copied());
+                assert_eq!(bound, Array1::from_elem(1, f64::INFINITY), "{output}, {rounding:?}");
+            }
+        }
+    }
+}
