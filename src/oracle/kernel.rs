@@ -62,8 +62,19 @@ pub fn kernels(
     results: &Results,
     numerics: &Numerics,
 ) -> Result<Vec<KernelBound>> {
+    whole(problem, routing, results, numerics, &|_| true)
+}
+
+/// The same of the results that `wanted` names.
+pub(crate) fn whole(
+    problem: &Problem<'_, f64>,
+    routing: &Routing,
+    results: &Results,
+    numerics: &Numerics,
+    wanted: Keep<'_>,
+) -> Result<Vec<KernelBound>> {
     let mut list: Vec<KernelBound> = Vec::new();
-    each(problem, routing, results, numerics, &|_| true, &mut |piece| {
+    each(problem, routing, results, numerics, wanted, &mut |piece| {
         let KernelPiece { kernel, output, shape, place, truth, bound } = *piece;
         let at = list.iter().position(|known| (known.kernel, known.output) == (kernel, output));
         let at = at.unwrap_or_else(|| {
@@ -82,7 +93,7 @@ pub fn kernels(
     Ok(list)
 }
 
-/// The same of the results that `wanted` names, piece by piece: together they may be large. The pieces of one
+/// The same piece by piece: together they may be large. The pieces of one
 /// result come in order, and the first of every result is there even where it has no element.
 pub(crate) fn each(
     problem: &Problem<'_, f64>,

@@ -29,7 +29,7 @@ use crate::routing::Routing;
 use crate::shape::ExpertId;
 
 /// What takes gate for up, among impostors.
-const SWAPPED: &str = "gate and up swapped";
+pub(super) const SWAPPED: &str = "gate and up swapped";
 
 /// What results are judged by.
 pub(super) struct Sweep<'s, 'p> {

@@ -231,6 +231,12 @@ fn remarks(dump: &Dump, trial: &Trial) -> Vec<String> {
     } else if trial.judged.iter().any(|judged| judged.verdict() == Verdict::Vacuous && needs_scores(dump, judged)) {
         lines.push("with `scores`, `token_idx` and `expert_idx` in the file the experts are judged by them".into());
     }
+    let of_dlogits = |judged: &Judged| matches!(judged.judgement.output, Output::DrouterW | Output::DrouterB);
+    if !dump.results.contains_key(&Output::Dlogits)
+        && trial.judged.iter().any(|judged| judged.verdict() == Verdict::Vacuous && of_dlogits(judged))
+    {
+        lines.push("with `dlogits` in the file drouter_w and drouter_b are judged from them".into());
+    }
     if !dump.missing.is_empty() {
         let names: Vec<&str> = dump.missing.iter().map(|output| output.name()).collect();
         lines.push(format!("required and not in the file: {}", names.join(", ")));

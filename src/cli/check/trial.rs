@@ -3,13 +3,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::given_scores;
-use super::sweep::{Found, Limit, Sweep};
+use super::sweep::{Found, Limit, SWAPPED, Sweep};
 use crate::dump::{Chosen, Dump, Model};
 use crate::element::DType;
-use crate::engine::{Numerics, Output};
+use crate::engine::{Numerics, Output, Stored};
 use crate::error::{Error, Result};
-use crate::oracle::judge::{Judging, in_order};
-use crate::oracle::kernel::{self, KernelPiece};
+use crate::oracle::judge::{Judging, in_order, judge};
+use crate::oracle::kernel::{self, KernelBound, KernelPiece};
+use crate::oracle::vacuity::{self, Impostor};
 use crate::oracle::{Judgement, Verdict, dependence};
 use crate::problem::Problem;
 use crate::report::number;
@@ -156,7 +157,8 @@ impl Trial {
 
     /// Looks again at the results in whose place a wrong one passes.
     ///
-    /// Behind a router the experts are judged by the file's own scores, if it has them ([`given_scores`]).
+    /// Behind a router the experts are judged by the file's own scores, if it has them ([`given_scores`]). A
+    /// result that was judged by its kernel too passes for right only where both let it pass.
     ///
     /// A wrong result that is within the bound still fails where the result itself is within the bound's
     /// statistical twin and the wrong one is not. The twin holds for random data only, so a result beyond it
@@ -179,6 +181,7 @@ impl Trial {
                 }
             }
         }
+        self.meet_kernels(dump)?;
         let outputs = self.hidden(|_| true);
         if outputs.is_empty() {
             return Ok(());
@@ -189,6 +192,36 @@ impl Trial {
             if found.judgement.passes() {
                 judged.impostors.retain(|impostor| found.impostors.contains(impostor));
                 judged.twin = Some(found.judgement.ratio());
+            }
+        }
+        Ok(())
+    }
+
+    /// Where the file has what a kernel read, the wrong results meet that kernel's bound too, as the result did:
+    /// drouter_w from the file's dlogits, say.
+    fn meet_kernels(&mut self, dump: &Dump) -> Result<()> {
+        let by_kernel = self.judged.iter().filter(|judged| judged.kernel.is_some());
+        let by_kernel: BTreeSet<Output> = by_kernel.map(|judged| judged.judgement.output).collect();
+        let outputs = self.hidden(|judged| by_kernel.contains(&judged.judgement.output));
+        if outputs.is_empty() {
+            return Ok(());
+        }
+        let (routing, numerics) = (&self.chosen.routing, &self.numerics);
+        let keep = |output: Output| outputs.contains(&output);
+        let of_layer = dump.bounds_of(routing, numerics, &keep)?;
+        let swapped = vacuity::gate_and_up_swapped(&dump.problem, dump.shared.as_ref(), routing, numerics, &keep)?;
+        let mut passing: BTreeMap<Output, Vec<&'static str>> = BTreeMap::new();
+        for of_kernel in kernel::whole(&dump.problem, routing, &dump.results, numerics, &keep)? {
+            let KernelBound { output, bounded: of_kernel, .. } = of_kernel;
+            let Some(bounded) = of_layer.get(&output) else { continue };
+            let others: Vec<Impostor<'_>> = swapped.get(&output).map(|values| (SWAPPED, values)).into_iter().collect();
+            let passes = |stored: &Stored| Ok(judge(output, stored, &of_kernel)?.passes());
+            let dtype = dump.results[&output].dtype;
+            passing.insert(output, vacuity::passing(output, dtype, bounded, &others, passes)?);
+        }
+        for judged in self.of_layer() {
+            if let Some(passing) = passing.get(&judged.judgement.output) {
+                judged.impostors.retain(|impostor| passing.contains(impostor));
             }
         }
         Ok(())

@@ -18,21 +18,28 @@ fn gating() -> Gating<'static, f64> {
 
 /// A bias is one more term of its sum, in ds (of n + d terms) d more, and γ grows with the terms.
 #[test]
-fn biases_of_zeros_cost_the_terms_that_they_are_and_nothing_else() {
-    let numerics = numerics(DType::BF16, RoundingModel::Fused, RouterRounding::Score);
-    let case = Case::new("40,16,16,3,2".parse().unwrap()).with_pairing(Pairing::TopK);
-    let (without, routing) = problem_of(&case, &numerics, UNIT);
-    let (x, w1, w2) = (without.x().to_owned(), without.w1().to_owned(), without.w2().to_owned());
-    let biases = Biases { b1: Array2::zeros((3, 32)).into(), b2: Array2::zeros((3, 16)).into() };
-    let (gating, dout) = (without.gating().clone(), without.dout().to_owned());
-    let with = Problem::new(x, w1, w2, Some(biases), gating, without.activation(), dout).unwrap();
-    let of = |problem: &Problem<'_, f64>| {
-        [bound::layer(problem, &routing, &numerics), statistic::layer(problem, &routing, &numerics)].map(Result::unwrap)
-    };
-    for (without, with) in of(&without).into_iter().zip(of(&with)) {
-        for (output, without) in without {
-            for (zeros, none) in with[&output].bound.iter().zip(&without.bound) {
-                assert!(*none <= *zeros && *zeros <= 2.01 * none, "{output}: {none:e}, then {zeros:e}");
+fn biases_of_next_to_nothing_cost_the_terms_that_they_are_and_nothing_else() {
+    for (storage, bias) in [DType::BF16, DType::F32].into_iter().flat_map(|dtype| [0.0, 1e-12].map(|b| (dtype, b))) {
+        let numerics = numerics(storage, RoundingModel::Fused, RouterRounding::Score);
+        let case = Case::new("40,16,16,3,2".parse().unwrap()).with_pairing(Pairing::TopK);
+        let (without, routing) = problem_of(&case, &numerics, UNIT);
+        let (x, w1, w2) = (without.x().to_owned(), without.w1().to_owned(), without.w2().to_owned());
+        let [b1, b2] = [32, 16].map(|width| Array2::from_elem((3, width), storage.round(bias)).into());
+        let (gating, dout) = (without.gating().clone(), without.dout().to_owned());
+        let biases = Some(Biases { b1, b2 });
+        let with = Problem::new(x, w1, w2, biases, gating, without.activation(), dout).unwrap();
+        let of = |problem: &Problem<'_, f64>| {
+            let limits = [bound::layer(problem, &routing, &numerics), statistic::layer(problem, &routing, &numerics)];
+            limits.map(Result::unwrap)
+        };
+        for (without, with) in of(&without).into_iter().zip(of(&with)) {
+            for (output, without) in without {
+                for (some, none) in with[&output].bound.iter().zip(&without.bound) {
+                    assert!(
+                        (0.999 * none..=2.01 * none).contains(some),
+                        "{output}, {storage}: {none:e}, then {some:e}"
+                    );
+                }
             }
         }
     }

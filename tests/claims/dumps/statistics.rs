@@ -48,7 +48,8 @@ fn at_scale_0_02_a_right_file_passes_and_one_with_gate_and_up_swapped_fails() {
 
 /// A router's roundings are shared by all rows of an expert, and hide there that gate and up are swapped.
 /// With the scores in the file they are judged by themselves, and are given to the experts. drouter_w sums
-/// the router's own gradients, and stays vacuous at this scale.
+/// the router's own gradients, and stays vacuous at this scale, unless the file has dlogits too: then it is
+/// judged from them.
 #[test]
 fn behind_a_router_at_scale_0_02_the_file_s_scores_tell_gate_from_up() {
     let pairing = Pairing::Router { convention: Convention::SoftmaxOverTopK, load: Load::Uniform };
@@ -65,7 +66,20 @@ fn behind_a_router_at_scale_0_02_the_file_s_scores_tell_gate_from_up() {
     let silent = vacuous(&checked("small_router_silent", &right));
     assert!([Output::Dw1, Output::Dw2].iter().all(|output| silent.contains(output)), "{silent:?}");
     right.results.insert(Output::Scores, scores.clone());
-    assert_eq!(vacuous(&checked("small_router_right", &right)), [Output::DrouterW]);
+    let dlogits = right.results.remove(&Output::Dlogits).unwrap();
+    let without_dlogits = checked("small_router_right", &right);
+    assert_eq!(vacuous(&without_dlogits), [Output::DrouterW]);
+    assert!(without_dlogits.report().contains("with `dlogits` in the file"), "{}", without_dlogits.report());
+    right.results.insert(Output::Dlogits, dlogits);
+    let with_dlogits = checked("small_router_dlogits", &right);
+    assert_eq!(with_dlogits.verdict, Verdict::Pass, "{}", with_dlogits.report());
+    for wrong in [|_: f64| 0.0, |value: f64| -value, |value: f64| 1.02 * value] {
+        let mut faulty = right.clone();
+        let drouter_w = faulty.results.get_mut(&Output::DrouterW).unwrap();
+        drouter_w.values.mapv_inplace(|value| drouter_w.dtype.round(wrong(value)));
+        let faulty = checked("small_router_wrong_w", &faulty);
+        assert_eq!(faulty.verdict, Verdict::NumericFailure, "{}", faulty.report());
+    }
     swapped.results.insert(Output::Scores, scores);
     let swapped = checked("small_router_swapped", &swapped);
     assert_eq!(swapped.verdict, Verdict::NumericFailure, "{}", swapped.report());
