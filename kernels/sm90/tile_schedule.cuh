@@ -3,7 +3,7 @@
 // Blocks claim tiles from a counter when they come to need one. Tiles with neighbouring numbers, which share
 // weights or rows, so begin at nearly the same time however long the tiles before them were, and the second
 // finds in L2 what the first brought. (Under a static stride blocks drift apart by the half tiles at the
-// experts' ends; at 256 rows an expert and 4 MB of weights a column of tiles, every weight came 2.2 times from
+// experts' ends; at 256 rows an expert and 2 MB of weights a column of tiles, every weight came 2.2 times from
 // memory.) Blocks of a cluster share a number and keep the stride.
 //
 // Tiles are numbered expert by expert. Within an expert, bands of kBand column tiles; within a band,

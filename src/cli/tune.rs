@@ -21,9 +21,9 @@ Examples:
   sonicmoe tune --write settings.json                a table; name it in SONICMOE_SETTINGS to use it
 
 From a kernel's own setting one axis is tried after the other: columns and stages of a tile, blocks of a
-cluster, tiles of a band. Candidates run in turn, the medians are
-compared, and the best three meet the kernel's own setting once more. A setting is chosen if it gains 3% and if,
-on poisoned buffers, every element that it stores lies within its bound of an f64 product made on the device.")]
+cluster, tiles of a band. Candidates run in turn, the medians are compared, and the best three meet the kernel's
+own setting once more. A setting is chosen if it gains 3% and if, on poisoned buffers, every element that it
+stores lies within its bound of an f64 product made on the device.")]
 pub struct TuneArgs {
     /// Layers of `bench`, with commas between them; all without it
     #[arg(long, value_delimiter = ',')]

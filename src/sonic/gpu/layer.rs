@@ -160,14 +160,24 @@ impl Layer {
 
     /// The form of `kernel` that this layer runs.
     pub fn variant(&self, kernel: KernelName) -> Variant {
-        let variant = match kernel {
+        match self.tuning.get(&kernel) {
+            Some(constants) => self.variant_with(kernel, constants),
+            None => self.own_variant(kernel),
+        }
+    }
+
+    /// The form of `kernel` that this layer would run with these constants.
+    pub(super) fn variant_with(&self, kernel: KernelName, constants: &BTreeMap<&'static str, u32>) -> Variant {
+        self.own_variant(kernel).with_all(constants)
+    }
+
+    fn own_variant(&self, kernel: KernelName) -> Variant {
+        match kernel {
             KernelName::UpForward => Variant::up_forward(self.activation, self.biases.is_some()),
             KernelName::DownForward => Variant::down_forward(self.biases.is_some()),
             KernelName::DownBackwardActivation => Variant::down_backward_activation(self.activation),
             other => Variant::of(other),
-        };
-        let constants = self.tuning.get(&kernel).into_iter().flatten();
-        constants.fold(variant, |variant, (name, value)| variant.with(name, *value))
+        }
     }
 
     /// The kernels that a forward of this layer runs.

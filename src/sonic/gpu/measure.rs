@@ -139,6 +139,12 @@ pub struct Times {
 }
 
 impl Times {
+    /// Of one subject, in any order.
+    pub(super) fn of(subject: Subject, mut ms: Vec<f64>) -> Self {
+        ms.sort_by(f64::total_cmp);
+        Self { subject, ms }
+    }
+
     /// The middle one.
     pub fn median(&self) -> f64 {
         self.quantile(0.5)
@@ -155,10 +161,14 @@ impl Times {
     }
 }
 
-/// The middle of some times; NaN of none.
-pub(super) fn median(mut ms: Vec<f64>) -> f64 {
-    ms.sort_by(f64::total_cmp);
-    ms.get(ms.len() / 2).copied().unwrap_or(f64::NAN)
+/// A graph of as many runs of `once` as take a measurable time, and how many they are. What `once` queues is loaded
+/// before it is recorded.
+pub(super) fn recorded(device: &Arc<Device>, mut once: impl FnMut() -> Result<()>) -> Result<(Graph, usize)> {
+    once()?;
+    let watch = Stopwatch::start(device)?;
+    once()?;
+    let launches = (LEAST_MS / watch.stop()?.max(1e-3)).ceil().clamp(1.0, 64.0) as usize;
+    Ok((Graph::record(device, || (0..launches).try_for_each(|_| once()))?, launches))
 }
 
 /// A workload with all that is timed on it, recorded.
@@ -234,11 +244,7 @@ impl Measurement {
         owned.queue(Subject::Backward, workload.shape)?;
         let mut items = Vec::new();
         for &subject in subjects {
-            owned.queue(subject, workload.shape)?;
-            let watch = Stopwatch::start(device)?;
-            owned.queue(subject, workload.shape)?;
-            let launches = (LEAST_MS / watch.stop()?.max(1e-3)).ceil().clamp(1.0, 64.0) as usize;
-            let graph = Graph::record(device, || (0..launches).try_for_each(|_| owned.queue(subject, workload.shape)))?;
+            let (graph, launches) = recorded(device, || owned.queue(subject, workload.shape))?;
             items.push((subject, graph, launches));
         }
         Ok(Self { items, device: Arc::clone(device), saved_bytes, owned })

@@ -91,6 +91,11 @@ impl Variant {
         self
     }
 
+    /// The same with these constants.
+    pub fn with_all(self, constants: &BTreeMap<&'static str, u32>) -> Self {
+        constants.iter().fold(self, |variant, (name, value)| variant.with(name, *value))
+    }
+
     /// Every variant that the engine may ask for: of the GEMMs with their own settings, with those of the carried
     /// table, and with those that the cost model may choose.
     pub fn all() -> Vec<Self> {
@@ -103,10 +108,7 @@ impl Variant {
         let untuned = Self::all_untuned().into_iter();
         untuned
             .flat_map(|variant| {
-                settings(variant.kernel).into_iter().map(move |constants| {
-                    let variant = variant.clone();
-                    constants.into_iter().fold(variant, |variant, (name, value)| variant.with(name, value))
-                })
+                settings(variant.kernel).into_iter().map(move |constants| variant.clone().with_all(&constants))
             })
             .collect()
     }

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::sonic::gpu::GpuEngine;
 use crate::sonic::gpu::compile::KernelName;
 use crate::sonic::gpu::device::{Buffer, Device, Graph, Guards, Stopwatch};
-use crate::sonic::gpu::measure::{GEMMS, median};
+use crate::sonic::gpu::measure::{GEMMS, Subject, Times, recorded};
 use crate::sonic::gpu::plan::Plan;
 use crate::sonic::gpu::routing::DeviceRouting;
 use crate::sonic::gpu::witness::{Witnessed, witness_backward, witness_forward};
@@ -18,8 +18,6 @@ use crate::sonic::gpu::workload::{Loaded, Workload};
 
 use super::setting::Setting;
 
-/// The least time of one replay, in ms: beside it the start of a graph is nothing.
-const LEAST_MS: f64 = 3.0;
 /// What a setting must gain over the kernel's own before it is chosen: kernels with the same instructions have
 /// differed by 2% in one run.
 const LEAST_GAIN: f64 = 0.03;
@@ -121,12 +119,9 @@ impl Search {
         rounds: usize,
     ) -> Result<(f64, Vec<(Setting, f64)>)> {
         let settings: Vec<Setting> = [&[own], others].concat();
-        let variants = settings.iter().map(|setting| {
-            self.plan.retune(kernel, setting.constants(kernel))?;
-            Ok(self.plan.layer().variant(kernel))
-        });
-        let variants = variants.collect::<Result<Vec<_>>>()?;
-        self.device.prepare(&variants)?;
+        let layer = self.plan.layer();
+        let variants = settings.iter().map(|setting| layer.variant_with(kernel, &setting.constants(kernel)));
+        self.device.prepare(&variants.collect::<Vec<_>>())?;
         let graphs = settings.iter().map(|setting| {
             self.plan.retune(kernel, setting.constants(kernel))?;
             self.record(kernel)
@@ -144,18 +139,13 @@ impl Search {
                 }
             }
         }
-        let medians: Vec<f64> = times.into_iter().map(median).collect();
+        let medians: Vec<f64> = times.into_iter().map(|ms| Times::of(Subject::Kernel(kernel), ms).median()).collect();
         Ok((medians[0], settings.into_iter().zip(medians.iter().map(|ms| ms / medians[0])).skip(1).collect()))
     }
 
     fn record(&mut self, kernel: KernelName) -> Result<(Graph, usize)> {
         let Self { device, plan, routing, x, dout, .. } = self;
-        let mut once = || plan.kernel(kernel, routing, x, dout);
-        once()?;
-        let watch = Stopwatch::start(device)?;
-        once()?;
-        let launches = (LEAST_MS / watch.stop()?.max(1e-3)).ceil().clamp(1.0, 64.0) as usize;
-        Ok((Graph::record(device, || (0..launches).try_for_each(|_| once()))?, launches))
+        recorded(device, || plan.kernel(kernel, routing, x, dout))
     }
 
     /// Runs the fastest settings of all kernels on poisoned buffers and judges every element; a kernel whose
