@@ -5,7 +5,7 @@
 //! ```
 //!
 //! Both compute every result and intermediate of forward and backward; the bound computes the truth once
-//! more by the closed form, and beside each product the sums of magnitudes. Medians of so many runs, in turn.
+//! more by the closed form, and beside each product the sums of magnitudes. Medians of runs that take turns.
 
 use std::time::{Duration, Instant};
 
@@ -16,8 +16,9 @@ use sonicmoe::reference::run_with;
 use sonicmoe::routing::Routing;
 use sonicmoe::{DType, Record, run, sonic::cpu::CpuEngine};
 
-/// How often each is measured.
+/// How often each is measured at least, and for how long.
 const RUNS: usize = 9;
+const SECONDS: f64 = 1.0;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build()?;
@@ -42,7 +43,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 flushes_denormals: false,
             };
             let (mut of_reference, mut of_bound) = (Vec::new(), Vec::new());
-            for _ in 0..RUNS {
+            while of_bound.len() < RUNS || of_bound.iter().sum::<f64>() < SECONDS {
                 of_reference.push(seconds(|| pool.install(|| run_with(&problem, &routing)))?);
                 of_bound.push(seconds(|| pool.install(|| bound::layer(&problem, &routing, &numerics)))?);
             }

@@ -226,6 +226,7 @@ impl Arithmetic {
 
     /// [`Arithmetic::round`] of many: midpoints stay, radii grow.
     pub(crate) fn round_all(&self, rounding: &Rounding, mids: &[f64], rads: &mut [f64]) {
+        let rounding = *rounding;
         match self.measure {
             Measure::Midpoint => {}
             Measure::Worst if rounding.dtype.is_some() => self.round_lines(
@@ -233,7 +234,7 @@ impl Arithmetic {
                 mids,
                 rads,
                 #[inline(always)]
-                |magnitude, rad| {
+                move |magnitude, rad| {
                     let error = (rounding.unit * binade(magnitude)).max(rounding.underflow_of(magnitude, rad));
                     (rad + error, true)
                 },
@@ -243,7 +244,7 @@ impl Arithmetic {
                 mids,
                 rads,
                 #[inline(always)]
-                |magnitude, rad| {
+                move |magnitude, rad| {
                     let error = (rounding.unit * magnitude).max(rounding.underflow_of(magnitude, rad));
                     (rad + error, true)
                 },
@@ -253,7 +254,7 @@ impl Arithmetic {
                 mids,
                 rads,
                 #[inline(always)]
-                |magnitude, rad| {
+                move |magnitude, rad| {
                     let error = (rounding.unit * magnitude).max(rounding.underflow_of(magnitude, rad)) / 3.0f64.sqrt();
                     let square = rad * rad + error * error;
                     (square.sqrt(), usual(square))
@@ -265,22 +266,22 @@ impl Arithmetic {
     /// `rounded` gives the radius of a magnitude and a radius, and whether it may be taken for it.
     fn round_lines(
         &self,
-        rounding: &Rounding,
+        rounding: Rounding,
         mids: &[f64],
         rads: &mut [f64],
-        rounded: impl Fn(f64, f64) -> (f64, bool),
+        rounded: impl Fn(f64, f64) -> (f64, bool) + Copy,
     ) {
-        let may_hold = rounding.dtype.is_some();
+        let (may_hold, largest) = (rounding.dtype.is_some(), rounding.largest);
         vectorized(
             #[inline(always)]
-            || {
+            move || {
                 for (mids, rads) in mids.chunks(LINE).zip(rads.chunks_mut(LINE)) {
                     let mut line = [0.0; LINE];
                     let mut as_all = true;
                     for ((into, &mid), &rad) in line.iter_mut().zip(mids).zip(rads.iter()) {
                         let magnitude = mid.abs() + rad;
                         let (radius, usual) = rounded(magnitude, rad);
-                        *into = if magnitude > rounding.largest { f64::INFINITY } else { radius };
+                        *into = if magnitude > largest { f64::INFINITY } else { radius };
                         // A number without a radius may be one of the type; 0 is, and gets none either way.
                         as_all &= usual & !(may_hold & (rad == 0.0) & (mid != 0.0));
                     }
@@ -288,7 +289,7 @@ impl Arithmetic {
                         rads.copy_from_slice(&line[..rads.len()]);
                     } else {
                         for (rad, &mid) in rads.iter_mut().zip(mids) {
-                            *rad = self.round(rounding, Ball { mid, rad: *rad }).rad;
+                            *rad = self.round(&rounding, Ball { mid, rad: *rad }).rad;
                         }
                     }
                 }
@@ -300,7 +301,7 @@ impl Arithmetic {
     pub(crate) fn product_all(&self, a: Ball, mids: &mut [f64], rads: &mut [f64]) {
         vectorized(
             #[inline(always)]
-            || match self.measure {
+            move || match self.measure {
                 Measure::Midpoint => mids.iter_mut().for_each(|mid| *mid *= a.mid),
                 Measure::Worst => mids.iter_mut().zip(rads.iter_mut()).for_each(|(mid, rad)| {
                     *rad = known(a.rad * mid.abs() + a.magnitude() * *rad);
@@ -398,6 +399,37 @@ impl Arithmetic {
         };
         Ball { rad: self.join(ball.rad, rounded), ..ball }
     }
+
+    /// [`Arithmetic::summed`] of many, radii in place, from Σ|terms| and Σ terms² of each (none where no deviation
+    /// asks for them).
+    pub(super) fn summed_all(
+        &self,
+        rounding: &Rounding,
+        [mids, magnitudes, squares]: [&[f64]; 3],
+        rads: &mut [f64],
+        roundings: usize,
+    ) {
+        if self.measure != Measure::Worst {
+            for (column, ((rad, &mid), &magnitude)) in rads.iter_mut().zip(mids).zip(magnitudes).enumerate() {
+                let square = squares.get(column).copied().unwrap_or(0.0);
+                let sum = Sum { ball: Ball { mid, rad: *rad }, magnitude, square };
+                *rad = self.summed(rounding, sum, roundings).rad;
+            }
+            return;
+        }
+        let (gamma, underflow) = (rounding.gamma(roundings), 2.0 * roundings as f64 * rounding.underflow);
+        let largest = rounding.largest;
+        vectorized(
+            #[inline(always)]
+            move || {
+                for (rad, &magnitude) in rads.iter_mut().zip(magnitudes) {
+                    let summed = *rad + (gamma * magnitude + underflow.min(magnitude));
+                    let summed = if (magnitude == 0.0) | (roundings == 0) { *rad } else { summed };
+                    *rad = if magnitude > largest { f64::INFINITY } else { summed };
+                }
+            },
+        );
+    }
 }
 
 /// A sum so far, before its roundings.
@@ -407,7 +439,7 @@ pub(crate) struct Sum {
     pub(crate) ball: Ball,
     /// Σ|terms|, with their radii.
     pub(crate) magnitude: f64,
-    /// Σ terms².
+    /// Σ terms², where deviations ask for it.
     pub(crate) square: f64,
 }
 
@@ -426,7 +458,6 @@ impl Sum {
                 for (&mid, &rad) in terms.mid[..count].iter().zip(&terms.rad) {
                     sum.ball = Ball { mid: sum.ball.mid + mid, rad: sum.ball.rad + rad };
                     sum.magnitude += mid.abs() + rad;
-                    sum.square += mid * mid;
                 }
             }
             _ => (0..count).for_each(|place| sum.add(arithmetic, terms.at(place))),

@@ -5,7 +5,7 @@
 //! kernel alone; with the radii that other kernels left, the bound of the layer. Kernels 3 and 8 are
 //! [`sums`](super::sums).
 
-use ndarray::{Array1, ArrayView2};
+use ndarray::{Array1, Array2, ArrayView2};
 
 use super::Model;
 use super::ball::{Ball, Measure, Sum};
@@ -27,12 +27,12 @@ pub(crate) struct DownBackward {
 pub(crate) struct UpForward {
     pub(crate) h: Balls2,
     pub(crate) a: Balls2,
-    /// The same stored h between what the ends of its balls are rounded to, where that is known better.
-    pub(crate) h_between: Option<Balls2>,
+    /// The radii of h between what the ends of its balls are rounded to, where that is known better.
+    pub(crate) h_between: Option<Array2<f64>>,
 }
 
-/// Kernel 1: H = X_e W1ᵀ (+ b1) and A = act(H), A from the accumulator before it is rounded to H. With `for_ds` H
-/// comes a second time.
+/// Kernel 1: H = X_e W1ᵀ (+ b1) and A = act(H), A from the accumulator before it is rounded to H. With `for_ds` the
+/// radii of H come a second time.
 pub(crate) fn up_forward(model: &Model<'_, '_>, known: &Midpoints<'_>, expert: ExpertId, for_ds: bool) -> UpForward {
     let arithmetic = &model.arithmetic;
     let (x, w1) = (known.x(model, expert), Operand::exact(model.w1(expert)));
@@ -43,17 +43,16 @@ pub(crate) fn up_forward(model: &Model<'_, '_>, known: &Midpoints<'_>, expert: E
             arithmetic.store_line(model.units(h, first, count).a).put((&mut *mids, &mut *rads), first, 1, count);
         }
     }
-    let h_between = (for_ds && arithmetic.measure == Measure::Worst).then(|| {
-        let mut between = known.balls(model, h.mid.dim());
-        for ((mids, rads), (into, radii)) in h.each_row().zip(between.each_row_mut()) {
-            into.copy_from_slice(mids);
-            for ((radius, &mid), &rad) in radii.iter_mut().zip(mids).zip(rads) {
-                *radius = arithmetic.round_between(&arithmetic.storage, Ball { mid, rad }).rad;
-            }
+    let unrounded = (for_ds && arithmetic.measure == Measure::Worst).then(|| known.buffers.copy(&h.rad));
+    let h = h.rounded(arithmetic, &arithmetic.storage);
+    let h_between = unrounded.map(|mut rads| {
+        if let Some(rads) = rads.as_slice_mut() {
+            let rows = rads.chunks_exact_mut(model.problem.h_width()).zip(h.each_row());
+            rows.for_each(|(rads, row)| arithmetic.round_between(&arithmetic.storage, row, rads));
         }
-        between
+        rads
     });
-    UpForward { h: h.rounded(arithmetic, &arithmetic.storage), a, h_between }
+    UpForward { h, a, h_between }
 }
 
 /// Kernel 2: Y = A W2ᵀ (+ b2).
@@ -63,7 +62,7 @@ pub(crate) fn down_forward(model: &Model<'_, '_>, known: &Midpoints<'_>, expert:
     y.rounded(arithmetic, &arithmetic.storage)
 }
 /// Kernel 4: G = dO_e W2; dS = ⟨G, A⟩ + ⟨dO, b2⟩; dH = dact(s·G, H); A′ = s·A, with A recomputed
-/// from the stored H. `h` and `s` are those of the expert's rows, and `h_between` is h for dS alone.
+/// from the stored H. `h` and `s` are those of the expert's rows, and `h_between` are h's radii for dS alone.
 ///
 /// All errors of a row of h may lean to one side in its dS, and those of every dS in db_r: what is known of each
 /// is worth most there. It holds for dH and A′ as well, but there a run that rounds a little more than this
@@ -72,7 +71,7 @@ pub(crate) fn down_backward_activation(
     model: &Model<'_, '_>,
     known: &Midpoints<'_>,
     expert: ExpertId,
-    (h, h_between): (&Balls2, Option<&Balls2>),
+    (h, h_between): (&Balls2, Option<&Array2<f64>>),
     s: &[Ball],
 ) -> DownBackward {
     let (problem, arithmetic) = (model.problem, &model.arithmetic);
@@ -84,14 +83,15 @@ pub(crate) fn down_backward_activation(
     let mut dh = known.balls(model, (s.len(), problem.h_width()));
     let mut a_prime = known.balls(model, (s.len(), problem.n()));
     let mut ds = Vec::with_capacity(s.len());
-    let read = s.iter().zip(h.each_row()).zip(g.each_row()).zip(h_between.unwrap_or(h).each_row());
+    let read = s.iter().zip(h.each_row()).zip(g.each_row()).zip(h_between.unwrap_or(&h.rad).rows());
     let written = a_prime.each_row_mut().zip(dh.each_row_mut());
     for (row, ((((&score, h), g), between), (a_prime, dh))) in read.zip(written).enumerate() {
+        let between = between.to_slice().map(|rads| (h.0, rads)).filter(|_| h_between.is_some());
         let (mut sum, score) = (Sum::default(), Line::all(score));
         for (first, count) in lines_of(problem.n()) {
             let g = Line::of(g, first, 1, count);
             let units = model.units(h, first, count);
-            let a_of_ds = h_between.map_or(units.a, |_| model.units(between, first, count).a);
+            let a_of_ds = between.map_or(units.a, |between| model.units(between, first, count).a);
             sum.add_line(arithmetic, &arithmetic.product_of_lines(&g, &a_of_ds), count);
             let stored = arithmetic.store_line(arithmetic.multiply_lines(&score, &units.a));
             stored.put((&mut *a_prime.0, &mut *a_prime.1), first, 1, count);

@@ -337,7 +337,7 @@ fn fused_expert(
     let fused::DownBackward { dh, a_prime, ds } =
         fused::down_backward_activation(model, known, expert, (&h, h_between.as_ref()), s);
     if let Some(h_between) = h_between {
-        known.give(model, h_between);
+        known.buffers.give(h_between);
     }
     let mut results = BTreeMap::from([(Output::Ds, column(ds))]);
     if keep(Output::Dw2) {

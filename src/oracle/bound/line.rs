@@ -6,9 +6,11 @@ use pulp::{Arch, Simd, WithSimd};
 use super::ball::{Arithmetic, Ball, Measure, known, usual};
 
 /// So many balls are worked on together.
-pub(super) const LINE: usize = 64;
+pub(super) const LINE: usize = 32;
 
-/// Runs `body`, compiled for the widest vectors of this machine; a closure has to be inlined into it.
+/// Runs `body`, compiled for the widest vectors of this machine; a closure has to be inlined into it. Numbers that
+/// it reads beside its slices it owns: what lies behind a reference might change with every number written, and is
+/// loaded again for each.
 pub(super) fn vectorized<R>(body: impl FnMut() -> R) -> R {
     struct Body<F>(F);
 
@@ -147,6 +149,7 @@ impl Arithmetic {
 
 #[cfg(test)]
 mod tests {
+    use super::super::ball::Sum;
     use super::*;
     use crate::element::DType;
     use crate::engine::RoundingModel;
@@ -213,10 +216,32 @@ mod tests {
     }
 
     #[test]
+    fn sums_come_to_what_each_of_them_comes_to() {
+        for measure in [Measure::Midpoint, Measure::Worst, Measure::Deviation] {
+            let arithmetic = Arithmetic::new(&numerics_of(DType::BF16, RoundingModel::Fused), measure);
+            for line in lines().iter_mut() {
+                (line.mid[5], line.rad[5]) = (0.0, 0.0);
+                let magnitudes: [f64; LINE] = std::array::from_fn(|at| line.at(at).magnitude());
+                let squares = line.mid.map(|mid| mid * mid);
+                for roundings in [0, 1, 7, 1 << 25] {
+                    let mut summed = *line;
+                    let sums: [&[f64]; 3] = [&line.mid, &magnitudes, &squares];
+                    arithmetic.summed_all(&arithmetic.accumulate, sums, &mut summed.rad, roundings);
+                    let of_one = |at: usize| {
+                        let sum = Sum { ball: line.at(at), magnitude: magnitudes[at], square: squares[at] };
+                        arithmetic.summed(&arithmetic.accumulate, sum, roundings)
+                    };
+                    same(&summed, of_one, &format!("{measure:?}, {roundings} roundings of {line:?}"));
+                }
+            }
+        }
+    }
+
+    #[test]
     fn a_line_reads_and_writes_every_so_manieth_place() {
         let (mids, rads): (Vec<f64>, Vec<f64>) = (0..10).map(|at| (f64::from(at), 0.5)).unzip();
         let line = Line::of((&mids, &rads), 1, 2, 4);
-        assert_eq!((&line.mid[..6], line.rad[63]), (&[1.0, 3.0, 5.0, 7.0, 1.0, 1.0][..], 0.5));
+        assert_eq!((&line.mid[..6], line.rad[LINE - 1]), (&[1.0, 3.0, 5.0, 7.0, 1.0, 1.0][..], 0.5));
         let (mut into, mut radii) = (vec![0.0; 10], vec![0.0; 10]);
         line.put((&mut into, &mut radii), 2, 2, 3);
         assert_eq!(into, [0.0, 0.0, 1.0, 0.0, 3.0, 0.0, 5.0, 0.0, 0.0, 0.0]);

@@ -290,16 +290,23 @@ impl Arithmetic {
         let (gamma, scale) = (self.accumulate.gamma(terms), self.deviation_of_sum(terms).sqrt());
         let (measure, largest) = (self.measure, self.accumulate.largest);
         #[inline(always)]
-        move |line| match measure {
-            Measure::Midpoint => line.fill(0.0),
-            Measure::Worst => line.iter_mut().for_each(|sum| {
-                let radius = gamma * *sum + underflow.min(*sum);
-                *sum = if *sum > largest { f64::INFINITY } else { known(radius) };
-            }),
-            Measure::Deviation => line.iter_mut().for_each(|sum| {
-                let root = sum.sqrt();
-                *sum = known(root + underflow.min(root / scale));
-            }),
+        move |line| {
+            let (gamma, underflow, scale, largest) = (gamma, underflow, scale, largest);
+            match measure {
+                Measure::Midpoint => line.fill(0.0),
+                Measure::Worst => {
+                    for sum in line {
+                        let radius = gamma * *sum + underflow.min(*sum);
+                        *sum = if *sum > largest { f64::INFINITY } else { known(radius) };
+                    }
+                }
+                Measure::Deviation => {
+                    for sum in line {
+                        let root = sum.sqrt();
+                        *sum = known(root + underflow.min(root / scale));
+                    }
+                }
+            }
         }
     }
 }

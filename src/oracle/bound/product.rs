@@ -67,17 +67,20 @@ impl<F: Fn(f64, f64) -> f64 + Copy> Weighed<'_, F> {
         let Self { mid, rad, weigh } = *self;
         if let Some((mids, rads)) = self.in_memory() {
             let mut numbers = pool.take(mids.len());
+            let into = numbers.as_mut_slice();
             vectorized(
                 #[inline(always)]
-                || match rads {
+                move || match rads {
                     Some(rads) => {
-                        numbers
-                            .iter_mut()
-                            .zip(mids)
-                            .zip(rads)
-                            .for_each(|((number, &mid), &rad)| *number = weigh(mid, rad));
+                        for ((number, &mid), &rad) in into.iter_mut().zip(mids).zip(rads) {
+                            *number = weigh(mid, rad);
+                        }
                     }
-                    None => numbers.iter_mut().zip(mids).for_each(|(number, &mid)| *number = weigh(mid, 0.0)),
+                    None => {
+                        for (number, &mid) in into.iter_mut().zip(mids) {
+                            *number = weigh(mid, 0.0);
+                        }
+                    }
                 },
             );
             if let Some(numbers) = in_layout_of(mid, numbers) {
@@ -121,11 +124,14 @@ pub(super) fn at_least(
         let mut finished = wide.matrix(sums.dim());
         let columns = sums.ncols().max(1);
         if let (Some(into), Some(sums)) = (finished.as_slice_mut(), sums.as_slice()) {
+            let finish = &finish;
             vectorized(
                 #[inline(always)]
-                || {
+                move || {
                     for (line, sums) in into.chunks_exact_mut(columns).zip(sums.chunks_exact(columns)) {
-                        line.iter_mut().zip(sums).for_each(|(into, &sum)| *into = lost * (f64::from(sum) * unit));
+                        for (into, &sum) in line.iter_mut().zip(sums) {
+                            *into = lost * (f64::from(sum) * unit);
+                        }
                         finish(line);
                     }
                 },
@@ -140,7 +146,12 @@ pub(super) fn at_least(
     if let Some(sums) = sums.as_slice_mut() {
         vectorized(
             #[inline(always)]
-            || sums.chunks_exact_mut(columns).for_each(&finish),
+            || {
+                // `for_each` is a function of its own, which is not compiled for these vectors.
+                for line in sums.chunks_exact_mut(columns) {
+                    finish(line);
+                }
+            },
         );
     }
     wide.give(a);
@@ -161,25 +172,26 @@ impl Upward {
         let of_place = |at: usize| weigh(mids[at], rads.map_or(0.0, |rads| rads[at]));
         let (unit, units) = unit((0..mids.len()).step_by(SAMPLE).map(of_place))?;
         let mut values = pool.take(mids.len());
-        let mut all = true;
-        vectorized(
+        let all = vectorized(
             #[inline(always)]
             || {
-                let mut take = |number: f64| {
-                    let (rounded, fits) = upward(number * units);
-                    all &= fits;
-                    rounded
-                };
+                let (weigh, units) = (weigh, units);
+                let mut misfits = 0;
                 match rads {
                     Some(rads) => {
-                        values
-                            .iter_mut()
-                            .zip(mids)
-                            .zip(rads)
-                            .for_each(|((value, &mid), &rad)| *value = take(weigh(mid, rad)));
+                        for ((value, &mid), &rad) in values.iter_mut().zip(mids).zip(rads) {
+                            let (rounded, fits) = upward(weigh(mid, rad) * units);
+                            (*value, misfits) = (rounded, misfits | u32::from(!fits));
+                        }
                     }
-                    None => values.iter_mut().zip(mids).for_each(|(value, &mid)| *value = take(weigh(mid, 0.0))),
+                    None => {
+                        for (value, &mid) in values.iter_mut().zip(mids) {
+                            let (rounded, fits) = upward(weigh(mid, 0.0) * units);
+                            (*value, misfits) = (rounded, misfits | u32::from(!fits));
+                        }
+                    }
                 }
+                misfits == 0
             },
         );
         in_layout_of(matrix.mid, values).filter(|_| all).map(|values| Self { values, unit })

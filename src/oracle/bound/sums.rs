@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use ndarray::{Array2, Axis, Zip};
+use ndarray::{Array2, Axis};
 use rayon::prelude::*;
 
 use super::ball::{Arithmetic, Ball, Measure, Sum};
@@ -141,18 +141,22 @@ impl Sums {
             let terms = model.rows_of_token(first + token);
             let roundings =
                 if weighted && model.rounding == RoundingModel::Fused { terms } else { terms.saturating_sub(1) };
-            Zip::indexed(&mut rads).and(mids).and(magnitudes).for_each(|column, rad, &mid, &magnitude| {
-                let square = squares.get(column).copied().unwrap_or(0.0);
-                let sum = Sum { ball: Ball { mid, rad: *rad }, magnitude, square };
-                *rad = match model.rounding {
-                    RoundingModel::Fused => arithmetic.summed(&arithmetic.accumulate, sum, roundings).rad,
-                    RoundingModel::Eager => eager::partial_sums(model, sum, terms).rad,
-                };
-            });
-            if let (RoundingModel::Fused, Some(mids), Some(rads)) =
-                (model.rounding, mids.to_slice(), rads.as_slice_mut())
-            {
-                arithmetic.round_all(&arithmetic.storage, mids, rads);
+            let rows = (mids.to_slice(), rads.as_slice_mut(), magnitudes.to_slice(), squares.to_slice());
+            let (Some(mids), Some(rads), Some(magnitudes), Some(squares)) = rows else { return };
+            match model.rounding {
+                RoundingModel::Fused => {
+                    let sums = [mids, magnitudes, squares];
+                    arithmetic.summed_all(&arithmetic.accumulate, sums, rads, roundings);
+                    arithmetic.round_all(&arithmetic.storage, mids, rads);
+                }
+                RoundingModel::Eager => {
+                    for (column, rad) in rads.iter_mut().enumerate() {
+                        let square = squares.get(column).copied().unwrap_or(0.0);
+                        let ball = Ball { mid: mids[column], rad: *rad };
+                        *rad =
+                            eager::partial_sums(model, Sum { ball, magnitude: magnitudes[column], square }, terms).rad;
+                    }
+                }
             }
         });
         Balls2 { mid, rad }
