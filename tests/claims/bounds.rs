@@ -1,6 +1,7 @@
 //! Bounds hold for correct engines and fail for faults.
 
 mod bias;
+mod kept;
 mod limits;
 pub mod naive;
 mod sharpness;

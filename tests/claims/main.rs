@@ -12,6 +12,7 @@ mod dumps;
 mod exact;
 mod generated;
 mod gradients;
+mod kept;
 mod kernels;
 mod laws;
 mod museum;

@@ -8,7 +8,15 @@ use sonicmoe::cli::Console;
 use sonicmoe::cli::check::{CheckArgs, check};
 use sonicmoe::oracle::Verdict;
 
+use half::bf16;
+use sonicmoe::case::{Case, Load, Pairing};
+use sonicmoe::dump::{Metadata, write};
+use sonicmoe::engine::RoundingModel;
+use sonicmoe::sonic::cpu::CpuEngine;
+use sonicmoe::{Convention, Record};
+
 use crate::dumps::edit::{File, data, save};
+use crate::kept::{Tolerance, compare_documents};
 
 #[derive(Parser)]
 struct Line {
@@ -196,4 +204,67 @@ fn a_hostile_file_writes_no_markup_into_any_report() {
             assert_balanced(&text);
         }
     }
+}
+
+/// A run with every intermediate, by sums in f64: its numbers are the same on every machine.
+fn with_intermediates(name: &str, pairing: Pairing) -> File {
+    let case = Case::new("150,48,40,5,2".parse().unwrap()).with_biases().with_pairing(pairing).with_seed(8);
+    let problem = case.problem::<bf16>().unwrap();
+    let outcome = sonicmoe::run(&CpuEngine::<f64>::new(), &problem, Record::Intermediates).unwrap();
+    let path = save(name, &[]);
+    let metadata = Metadata { rounding_model: Some(RoundingModel::Fused), ..Metadata::default() };
+    write(&path, &problem, &outcome.routing, &outcome.results, &metadata).unwrap();
+    File::read(&path)
+}
+
+/// What a fault does to the numbers of one result, whose last axis is so long.
+type Fault = (&'static str, fn(&mut Vec<f64>, usize));
+
+const FAULTS: [Fault; 9] = [
+    ("scaled by 1.015", |values, _| values.iter_mut().for_each(|value| *value *= 1.015)),
+    ("zeros", |values, _| values.fill(0.0)),
+    ("one sign", |values, width| values[3 * width + 5] *= -1.0),
+    ("no number", |values, width| values[2 * width] = f64::NAN),
+    ("a lost row", |values, width| values[5 * width..6 * width].fill(0.0)),
+    ("a neighbour's row", |values, width| values.copy_within(6 * width..7 * width, 5 * width)),
+    ("rows shifted", |values, width| values.rotate_right(width)),
+    ("columns swapped", |values, width| values.chunks_mut(width).for_each(|row| row.swap(0, 1))),
+    ("a tail left out", |values, width| values.chunks_mut(width).for_each(|row| row[width - 8..].fill(0.0))),
+];
+
+/// Everything that a report says of right files and of wrong ones: verdicts, places, ratios, statistics. Each of
+/// them is claimed elsewhere, as far as it decides something; here no number moves by mistake.
+#[test]
+fn reports_are_what_they_were() {
+    let mut named: Vec<(String, PathBuf)> = ["hf_olmoe_bf16", "hf_qwen3_f32", "hf_gptoss_bf16", "hf_dsv3_bf16"]
+        .iter()
+        .chain(&["sonic_topk_empty", "grouped_mm_a"])
+        .map(|name| (name.to_string(), data(name)))
+        .collect();
+    let router = Pairing::Router { convention: Convention::SoftmaxOverTopK, load: Load::Biased };
+    let whole = [("given", Pairing::TopK), ("router", router)]
+        .map(|(name, pairing)| (name, with_intermediates(&format!("kept_{name}"), pairing)));
+    let faulty = [("olmoe", File::of_data("hf_olmoe_bf16"), &["o", "dx", "dw1", "dw2"][..])]
+        .into_iter()
+        .chain(whole.iter().map(|(name, file)| (*name, file.clone(), &["o", "dw1", "h", "dh", "dx_expanded"][..])));
+    for (of_file, file, results) in faulty {
+        named.push((of_file.to_string(), file.save(&format!("kept_{of_file}"))));
+        for (number, (fault, change)) in FAULTS.iter().enumerate() {
+            // Each result has its turn.
+            let result = results[number % results.len()];
+            let mut file = file.clone();
+            let width = *file.tensor(result).shape.last().unwrap();
+            let name = format!("{of_file}, {result}: {fault}");
+            let path = file.edit(result, |values| change(values, width)).save(&name.replace([' ', ':', ','], "_"));
+            named.push((name, path));
+        }
+    }
+    let mut documents = serde_json::Map::new();
+    for (name, path) in named {
+        let (_, text) = run(&["--json", path.to_str().unwrap()]);
+        let mut document: Value = serde_json::from_str(&text).unwrap();
+        document["files"][0]["path"] = Value::Null;
+        documents.insert(name, document);
+    }
+    compare_documents(&Value::Object(documents), "reports.json", Tolerance(1e-6));
 }
