@@ -147,4 +147,19 @@ mod tests {
         let stripe = Cluster { axis: "column", from: 16, to: 32, failing: 128, elements: 128 };
         assert_eq!(tally.clusters(Output::Dw1), [stripe]);
     }
+
+    /// Rows that touch are one range, and what fails in most places is no cluster.
+    #[test]
+    fn neighbouring_rows_are_one_range_and_half_of_the_rows_is_the_most_that_is_named() {
+        let clusters = |rows: &[usize]| {
+            let mut tally = Tally::new(&[8, 3]);
+            rows.iter().for_each(|&row| tally.fail(&[row, 1]));
+            let of_rows = tally.clusters(Output::O).into_iter().filter(|cluster| cluster.axis == "token");
+            of_rows.map(|cluster| (cluster.from, cluster.to, cluster.failing, cluster.elements)).collect::<Vec<_>>()
+        };
+        assert_eq!(clusters(&[2, 3, 6]), [(2, 4, 2, 6), (6, 7, 1, 3)]);
+        assert_eq!(clusters(&[0, 1, 2, 3]), [(0, 4, 4, 12)]);
+        assert_eq!(clusters(&[0, 1, 2, 3, 5]), []);
+        assert_eq!(clusters(&[]), []);
+    }
 }

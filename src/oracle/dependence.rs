@@ -80,6 +80,21 @@ mod tests {
     use crate::problem::{Biases, Gating};
     use ndarray::{Array2, Array3, s};
 
+    #[test]
+    fn lines_are_equal_up_to_sign_power_of_two_and_the_sign_of_zeros() {
+        let marked = |line: &[f64]| mark(ArrayView1::from(line), false);
+        let line = marked(&[0.0, 1.5, -2.0]);
+        assert!(line.is_some());
+        for equal in [[-0.0, 1.5, -2.0], [0.0, -1.5, 2.0], [0.0, 3.0, -4.0], [-0.0, -0.375, 0.5]] {
+            assert_eq!(marked(&equal), line, "{equal:?}");
+        }
+        for other in [[0.0, 1.5, 2.0], [0.0, 1.5, -2.5], [1.5, 0.0, -2.0]] {
+            assert_ne!(marked(&other), line, "{other:?}");
+        }
+        assert_eq!((marked(&[0.0, -0.0]), marked(&[1.0])), (None, None));
+        assert_eq!(mark(ArrayView1::from(&[0.0, -0.0]), true), mark(ArrayView1::from(&[0.0, 0.0]), true));
+    }
+
     fn with(change: impl FnOnce(&mut Array2<f64>, &mut Array3<f64>, &mut Array2<f64>)) -> Option<String> {
         let case = Case::new("20,16,24,3,2".parse().unwrap()).with_pairing(Pairing::TopK);
         let drawn = case.problem::<f64>().unwrap();

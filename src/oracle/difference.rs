@@ -148,6 +148,15 @@ mod tests {
     }
 
     #[test]
+    fn the_largest_difference_is_named_wherever_it_stands_and_the_first_of_equals() {
+        let of = |values: &[f32]| Stored::of(&arr1(values));
+        let zeros = of(&[0.0; 4]);
+        for (b, at) in [([1.0, 3.0, 2.0, 0.0], 1), ([3.0, 1.0, 2.0, 1.0], 0), ([1.0, 2.0, 2.0, 1.0], 1)] {
+            assert_eq!(Difference::between(&zeros, &of(&b)).unwrap().largest.unwrap().at, [at], "{b:?}");
+        }
+    }
+
+    #[test]
     fn a_difference_within_both_bounds_has_a_ratio_of_at_most_one() {
         let of = |values: &[f64]| arr1(values).into_dyn();
         assert_eq!(largest_ratio(&of(&[1.0, 2.0]), &of(&[1.5, 2.0]), &of(&[0.5, 0.0])), 1.0);

@@ -119,6 +119,30 @@ mod tests {
         assert!(of_constants(0.0, 2.0).passes() && of_constants(1.0, 2.0).passes());
     }
 
+    /// 1 − 2⟨c, r⟩ / (‖c‖² + ‖r‖²), and what it may be at most.
+    #[test]
+    fn a_difference_and_its_limit_are_those_of_the_formulas() {
+        let of = |values: &[f64]| ArrayD::from_shape_vec(vec![values.len()], values.to_vec()).unwrap();
+        let screened = |c: &[f64], r: &[f64], bound: &[f64]| {
+            screen(&Stored { dtype: DType::F16, values: of(c) }, &Bounded { truth: of(r), bound: of(bound) })
+        };
+        let close = |found: f64, expected: f64| assert!((found - expected).abs() < 1e-12, "{found} for {expected}");
+        // ⟨c, r⟩ = 10, ‖c‖² = 13, ‖r‖² = 9, ‖bound‖ = 1.
+        let Screen { difference, limit } = screened(&[2.0, 3.0, 0.0], &[2.0, 2.0, 1.0], &[0.6, 0.0, 0.8]);
+        close(difference, 1.0 - 20.0 / 22.0);
+        close(limit, 1.0 / (4.0 + 9.0) * (1.0 + 1e-6));
+        // ‖bound‖ = 6 of ‖r‖ = 3: nothing is known of ‖c‖.
+        close(screened(&[2.0, 3.0, 0.0], &[2.0, 2.0, 1.0], &[6.0, 0.0, 0.0]).limit, 4.0 * (1.0 + 1e-6));
+        // What may be the largest number of the type is judged, and what may be beyond it is not.
+        let largest = DType::F16.largest();
+        close(
+            screened(&[1.0, 0.0], &[1.0, largest - 8.0], &[0.0, 8.0]).difference,
+            1.0 - 2.0 / (2.0 + (largest - 8.0).powi(2)),
+        );
+        close(screened(&[1.0, 0.0], &[1.0, largest - 8.0], &[0.0, 9.0]).difference, 0.0);
+        close(screened(&[1.0, 0.0], &[1.0, 8.0 - largest], &[0.0, 9.0]).difference, 0.0);
+    }
+
     #[test]
     fn a_result_of_another_shape_fails() {
         let values = |length| ArrayD::from_elem(vec![length], 1.0);

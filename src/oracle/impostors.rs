@@ -47,7 +47,6 @@ pub(crate) struct Impostors {
     /// Indices of the first axis, and elements of one.
     first: usize,
     of_first: usize,
-    seen: usize,
     candidates: Vec<Candidate>,
     /// The bias of the right result, of which nothing has been seen yet.
     unbiased: Vec<Leaning>,
@@ -86,7 +85,7 @@ impl Impostors {
         let first = shape.first().copied().unwrap_or(1);
         let of_first = shape.iter().skip(1).product();
         let (candidates, unbiased, head) = (Vec::new(), Vec::new(), Vec::new());
-        Self { dtype, first, of_first, seen: 0, candidates, unbiased, constant: None, scale: 0.0, head, last: None }
+        Self { dtype, first, of_first, candidates, unbiased, constant: None, scale: 0.0, head, last: None }
     }
 
     /// The same where bias judges; `leaning` has seen nothing yet.
@@ -108,7 +107,7 @@ impl Impostors {
             let rms = (truth.iter().map(|value| value * value).sum::<f64>() / truth.len() as f64).sqrt();
             self.constant = (rms > 0.0).then_some(rms);
         }
-        if self.seen == 0 {
+        if self.head.is_empty() {
             self.head = truth[..self.of_first].to_vec();
         }
         let constant = self.constant.unwrap_or(1.0);
@@ -126,7 +125,6 @@ impl Impostors {
             }
         }
         self.candidates = candidates;
-        self.seen += truth.len() / self.of_first.max(1);
     }
 
     fn begin(&mut self, piece: &Piece<'_>) {
@@ -230,7 +228,13 @@ mod tests {
 
     /// Three rows of two, and a bound that some impostors are within.
     fn passing(bound: [f64; 6], ends: &[usize]) -> Vec<&'static str> {
+        passing_in(1.0, bound, ends)
+    }
+
+    /// The same in some unit.
+    fn passing_in(unit: f64, bound: [f64; 6], ends: &[usize]) -> Vec<&'static str> {
         let (truth, swapped) = ([1.0, -2.0, 1.5, -1.0, 0.5, -1.5], [1.0, -2.0, 1.25, -1.0, 0.5, -1.5]);
+        let [truth, swapped, bound] = [truth, swapped, bound].map(|numbers| numbers.map(|number| number * unit));
         let mut impostors = Impostors::new(DType::F32, &[3, 2]);
         for ends in ends.windows(2) {
             let piece = ends[0]..ends[1];
@@ -252,6 +256,34 @@ mod tests {
             assert_eq!(passing(not_around, ends), ["swapped"], "{ends:?}");
             assert_eq!(passing(not_first, ends), ["swapped"], "{ends:?}");
             assert_eq!(passing([0.125; 6], ends), [""; 0], "{ends:?}");
+            for unit in [-60.0, 60.0].map(libm::exp2) {
+                assert_eq!(passing_in(unit, [2.0; 6], ends), [ZEROS, SHIFTED, "swapped"], "{ends:?} by {unit}");
+                assert_eq!(passing_in(unit, [0.125; 6], ends), [""; 0], "{ends:?} by {unit}");
+            }
+        }
+    }
+
+    /// A constant of 0 would be the zeros.
+    #[test]
+    fn the_constant_is_the_root_mean_square_of_the_first_piece_that_is_not_0() {
+        let mut impostors = Impostors::new(DType::F32, &[4, 2]);
+        for (truth, constant) in
+            [([0.0, 0.0], None), ([6.0, -8.0], Some(50.0f64.sqrt())), ([1.0, 1.0], Some(50.0f64.sqrt()))]
+        {
+            impostors.look(&Piece { truth: &truth, bound: &[9.0; 2], twin: None, others: &[] });
+            assert_eq!(impostors.constant, constant);
+        }
+    }
+
+    #[test]
+    fn a_known_wrong_result_that_a_piece_does_not_have_does_not_pass() {
+        let others: &[(&'static str, &[f64])] = &[("swapped", &[1.5, 2.5])];
+        for (second, passes) in [(others, true), (&[], false)] {
+            let mut impostors = Impostors::new(DType::F32, &[2, 2]);
+            for others in [others, second] {
+                impostors.look(&Piece { truth: &[1.0, 2.0], bound: &[0.75; 2], twin: None, others });
+            }
+            assert_eq!(impostors.finish().contains(&"swapped"), passes);
         }
     }
 }

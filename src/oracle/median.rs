@@ -131,6 +131,25 @@ mod tests {
         }
     }
 
+    /// Kept and counted numbers, in either order.
+    #[test]
+    fn numbers_of_both_kinds_join_to_the_median_of_all() {
+        let of = |counted: bool, numbers: &[f64]| {
+            let mut median = Median::of(if counted { KEPT + 1 } else { 1 });
+            median.extend(numbers.iter().copied());
+            median
+        };
+        for (first, second) in [(false, false), (false, true), (true, false), (true, true)] {
+            for (left, right) in
+                [(&[1.0, 8.0, 9.0][..], &[2.0, 4.0][..]), (&[2.0], &[9.0, 4.0, 8.0, 1.0]), (&[4.0], &[])]
+            {
+                let mut all = of(first, left);
+                all.join(of(second, right));
+                assert_eq!(all.value(), 4.0, "{first} {left:?}, {second} {right:?}");
+            }
+        }
+    }
+
     #[test]
     fn zeros_and_infinities_have_their_place_and_nothing_has_no_median() {
         let mut numbers = vec![0.0; KEPT];

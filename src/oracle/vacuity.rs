@@ -164,6 +164,35 @@ mod tests {
         assert_eq!(left, ["rows shifted by one"]);
     }
 
+    /// Other oracles see what an impostor would hand out, rounded as it would be stored.
+    #[test]
+    fn other_oracles_see_the_numbers_of_each_impostor() {
+        let truth = arr2(&[[1.0, -2.0], [3.0, 0.5], [1.5, 2.5]]).into_dyn();
+        let stale = arr2(&[[2.0, -1.0], [2.0, 1.5], [1.0, 1.0 + 1e-9]]).into_dyn();
+        let bounded = Bounded { bound: truth.mapv(|_| 100.0), truth: truth.clone() };
+        let seen = std::cell::RefCell::new(Vec::new());
+        let look = |stored: &Stored| {
+            assert_eq!(stored.dtype, DType::F32);
+            seen.borrow_mut().push(stored.values.clone());
+            Ok(true)
+        };
+        let names = passing(Output::O, DType::F32, &bounded, &[("stale", &stale)], look).unwrap();
+        let constant = |value: f64| truth.mapv(|_| value);
+        let expected = |name: &str| match name {
+            ZEROS => constant(0.0),
+            FLIPPED => truth.mapv(|value| -value),
+            "stale" => stale.mapv(|value| DType::F32.round(value)),
+            "rows shifted by one" => arr2(&[[3.0, 0.5], [1.5, 2.5], [1.0, -2.0]]).into_dyn(),
+            // The root mean square of the truth.
+            CONSTANT => constant(DType::F32.round((22.75f64 / 6.0).sqrt())),
+            other => panic!("{other}"),
+        };
+        assert_eq!(names.len(), 5, "{names:?}");
+        for (name, values) in names.iter().zip(&*seen.borrow()) {
+            assert_eq!(values, expected(name), "{name}");
+        }
+    }
+
     #[test]
     fn without_a_gate_there_is_none_to_swap() {
         let case = crate::case::Case::new("5,8,4,3,2".parse().unwrap()).with_pairing(crate::case::Pairing::TopK);

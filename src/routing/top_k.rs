@@ -174,3 +174,19 @@ fn choose<A: Real>(
 fn by_rank<A: Real>(a: &(A, ExpertId), b: &(A, ExpertId)) -> std::cmp::Ordering {
     b.0.partial_cmp(&a.0).unwrap_or(std::cmp::Ordering::Equal).then(a.1.cmp(&b.1))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn as_many_tokens_experts_and_pairs_are_taken_as_32_bits_index() {
+        let most = i32::MAX as usize;
+        for (tokens, experts, k) in [(most, 1, 1), (1, most, 1), (most / 2, 2, 2), (1, most, most)] {
+            assert!(check_sizes(tokens, experts, k).is_ok(), "{tokens}, {experts}, {k}");
+        }
+        for (tokens, experts, k) in [(most + 1, 1, 1), (1, most + 1, 1), (most / 2 + 1, 2, 2), (usize::MAX, 2, 2)] {
+            assert!(check_sizes(tokens, experts, k).is_err(), "{tokens}, {experts}, {k}");
+        }
+    }
+}

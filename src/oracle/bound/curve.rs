@@ -394,6 +394,20 @@ mod tests {
         }
     }
 
+    /// f′(0) = 0 in every engine.
+    #[test]
+    fn an_exact_0_is_no_kink_and_a_ball_that_ends_at_the_kink_reaches_it() {
+        for measure in [Measure::Worst, Measure::Deviation] {
+            let arithmetic = arithmetic(measure);
+            assert_eq!(arithmetic.curve_slope(Curve::Relu, Ball::exact(0.0)), Ball::exact(0.0));
+        }
+        let arithmetic = arithmetic(Measure::Worst);
+        for (mid, rad, reaches) in [(0.5, 0.5, true), (-0.5, 0.5, true), (0.5, 0.25, false), (-0.5, 0.25, false)] {
+            let slope = arithmetic.curve_slope(Curve::Relu, Ball { mid, rad });
+            assert_eq!((slope.mid, slope.rad), (f64::from(u8::from(mid > 0.0)), f64::from(u8::from(reaches))));
+        }
+    }
+
     /// A deviation is no bound: what lies within several of them may be met, on either side of a kink.
     #[test]
     fn a_kink_within_several_deviations_is_within_reach() {

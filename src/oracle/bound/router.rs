@@ -385,6 +385,44 @@ mod tests {
         }
     }
 
+    #[test]
+    fn the_largest_beside_each_is_found_wherever_the_largest_stand() {
+        let none = f64::NEG_INFINITY;
+        for (numbers, largest) in [
+            (&[3.0, 1.0, 2.0][..], &[2.0, 3.0, 3.0][..]),
+            (&[1.0, 2.0, 3.0], &[3.0, 3.0, 2.0]),
+            (&[1.0, 3.0, 3.0], &[3.0, 3.0, 3.0]),
+            (&[2.0, 3.0, 1.0, 2.5], &[3.0, 2.5, 3.0, 3.0]),
+            (&[5.0], &[none]),
+            (&[none, 1.0, none], &[1.0, none, 1.0]),
+        ] {
+            assert_eq!(largest_of_others(numbers), largest, "{numbers:?}");
+        }
+    }
+
+    /// The formulas, written out.
+    #[test]
+    fn unsure_logits_are_bounded_by_the_largest_of_the_others() {
+        let balls = [(0.0, 2.0), (3.0, 1.5), (2.0, 4.0), (-1.0, 0.5)].map(|(mid, rad)| Ball { mid, rad });
+        let sigma = |x: f64| 1.0 / (1.0 + libm::exp(-x));
+        let found = softmax_out_of(&arithmetic(Measure::Worst), &balls);
+        for (i, [of_it, of_others]) in found.into_iter().enumerate() {
+            let others = || balls.iter().enumerate().filter(move |(j, _)| *j != i).map(|(_, ball)| *ball);
+            let least = others().map(|ball| ball.mid - ball.rad).fold(f64::NEG_INFINITY, f64::max);
+            let most = others().map(|ball| ball.mid + ball.rad).fold(f64::NEG_INFINITY, f64::max);
+            let own = balls[i];
+            assert_eq!(of_it, sigma(own.mid + own.rad - least));
+            assert!((of_others - sigma(most + libm::log(3.0) - (own.mid - own.rad))).abs() < 1e-15);
+        }
+        let p = softmax(&arithmetic(Measure::Worst), &balls);
+        let out_of = softmax_out_of(&arithmetic(Measure::Worst), &balls);
+        for (p, [of_it, of_others]) in p.iter().zip(out_of) {
+            // It rises to 1 at most, and falls to 0.
+            let most = of_it.min(1.0 - p.mid).max(of_others.min(p.mid));
+            assert!((most..most + 1e-4).contains(&p.rad), "{p:?}: {most}");
+        }
+    }
+
     /// A divisor that the engine may have flushed to 0 lies within several of its deviations.
     #[test]
     fn a_quotient_is_unknown_where_its_divisor_may_be_zero() {

@@ -141,3 +141,54 @@ fn through_half(model: &Model<'_, '_>, dh: &Bounded, half: usize) -> Balls2 {
     let w1 = model.w1(crate::shape::ExpertId(0));
     arithmetic.matrix_product(dh.operand(), Operand::exact(w1), None).rounded(arithmetic, &arithmetic.storage)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::case::{Case, Pairing};
+    use crate::element::DType;
+    use crate::engine::RoundingModel;
+    use crate::oracle::bound::numerics_of;
+    use crate::shape::{ExpertId, TokenId};
+    use ndarray::Array3;
+
+    /// The same layer with gate rows where up rows are.
+    fn with_rows_swapped(problem: &Problem<'_, f64>) -> Problem<'static, f64> {
+        let mut w1: Array3<f64> = problem.w1().to_owned();
+        for mut rows in w1.axis_chunks_iter_mut(Axis(1), 2) {
+            let (gate, up) = (rows.index_axis(Axis(1), 0).to_owned(), rows.index_axis(Axis(1), 1).to_owned());
+            rows.index_axis_mut(Axis(1), 0).assign(&up);
+            rows.index_axis_mut(Axis(1), 1).assign(&gate);
+        }
+        let Gating::Given { routing, scores } = problem.gating() else { panic!("given pairs") };
+        let gating = Gating::Given { routing: routing.clone(), scores: scores.clone() };
+        let (x, w2, dout) = (problem.x().to_owned(), problem.w2().to_owned(), problem.dout().to_owned());
+        Problem::new(x, w1, w2, None, gating, problem.activation(), dout).unwrap()
+    }
+
+    /// Whoever takes gate for up, in both layers, has what a right engine has of weights with those rows swapped.
+    #[test]
+    fn gate_and_up_are_swapped_in_both_layers() {
+        let case = Case::new("9,8,6,3,2".parse().unwrap()).with_pairing(Pairing::TopK);
+        let problem = case.problem::<f64>().unwrap();
+        let Gating::Given { routing, .. } = problem.gating() else { panic!("given pairs") };
+        let every_token = Routing::new(9, 1, (0..9).map(|token| (TokenId(token), ExpertId(0)))).unwrap();
+        let drawn = Case::new("1,8,5,1,1".parse().unwrap()).with_seed(7).problem::<f64>().unwrap();
+        let gating = Gating::Given { routing: every_token, scores: vec![1.0; 9] };
+        let (x, dout) = (problem.x().to_owned(), problem.dout().to_owned());
+        let (w1, w2) = (drawn.w1().to_owned(), drawn.w2().to_owned());
+        let shared = Problem::new(x, w1, w2, None, gating, problem.activation(), dout).unwrap();
+        let numerics = numerics_of(DType::BF16, RoundingModel::Eager);
+        let swapped = swapped_beside(&problem, &shared, routing, &numerics).unwrap();
+        let expected =
+            layer_beside(&with_rows_swapped(&problem), &with_rows_swapped(&shared), routing, &numerics).unwrap();
+        let right = layer_beside(&problem, &shared, routing, &numerics).unwrap();
+        for output in [Output::O, Output::Dx, Output::Dw2, Output::Ds, Output::DsharedDown] {
+            let [swapped, expected, right] = [&swapped, &expected, &right].map(|of| &of[&output].truth);
+            let off =
+                |other: &ndarray::ArrayD<f64>| (swapped - other).mapv(f64::abs).sum() / swapped.mapv(f64::abs).sum();
+            assert!(off(expected) < 1e-12, "{output}: {}", off(expected));
+            assert!(off(right) > 1e-2, "{output}: {}", off(right));
+        }
+    }
+}

@@ -255,3 +255,77 @@ fn map_of(output: Output, shape: &[usize]) -> HeatMap {
         ([], _) => HeatMap::new(["", ""], [1, shape.iter().product()]),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Numbers of all sizes, a bound that some exceed, and some that may be beyond f16.
+    fn numbers(count: usize) -> [Vec<f64>; 3] {
+        let drawn = |place: usize, factor: f64| libm::sin(factor * (place + 1) as f64);
+        let truth = |place: usize| drawn(place, 1.3) * libm::exp2(12.0 * drawn(place, 0.7) + 4.0);
+        let bound = |place: usize| libm::exp2(16.0 * drawn(place, 0.9).powi(9)) * 0.01;
+        let value = |place: usize| truth(place) + 1.5 * bound(place) * drawn(place, 2.1);
+        [(0..count).map(value).collect(), (0..count).map(truth).collect(), (0..count).map(bound).collect()]
+    }
+
+    fn judging(shape: &[usize]) -> Judging {
+        Judging::new(Output::O, DType::F16, shape, None)
+    }
+
+    /// Even where sums round: each part of a piece is added to what the parts before it came to.
+    #[test]
+    fn a_result_in_parts_is_judged_as_in_one_go_to_the_last_bit() {
+        let (rows, columns) = (PIECE / 64 * 2 + 100, 64);
+        let [values, truth, bound] = numbers(rows * columns);
+        let look = |judging: &mut Judging, range: Range<usize>, continued: bool| {
+            let [values, truth, bound] = [&values, &truth, &bound].map(|numbers| &numbers[range.clone()]);
+            match continued {
+                true => judging.continue_at(range.start, values, truth, bound),
+                false => judging.look(range.start, values, truth, bound),
+            }
+        };
+        let mut whole = judging(&[rows, columns]);
+        assert!(!whole.fails());
+        look(&mut whole, 0..truth.len(), false);
+        assert!(whole.fails());
+        let whole = whole.finish();
+        assert!(whole.failing > 0 && whole.skipped > 0 && whole.median_bound_over_rms > 0.0);
+        for ends in [
+            vec![0, PIECE, 2 * PIECE, truth.len()],
+            vec![0, 64, PIECE - 128, PIECE + 64, PIECE + 64, truth.len()],
+            vec![0, PIECE / 2, PIECE, 2 * PIECE + 640, truth.len()],
+            (0..=truth.len() / 6400).map(|part| part * 6400).chain([truth.len()]).collect(),
+        ] {
+            let mut parts = judging(&[rows, columns]);
+            ends.windows(2).for_each(|ends| look(&mut parts, ends[0]..ends[1], true));
+            let parts = parts.finish();
+            assert_eq!(parts.median_bound_over_rms.to_bits(), whole.median_bound_over_rms.to_bits(), "{ends:?}");
+            assert_eq!(parts, whole, "{ends:?}");
+        }
+    }
+
+    #[test]
+    fn the_median_is_of_the_bounds_of_what_is_judged() {
+        let mut judging = judging(&[1, 5]);
+        let most = DType::F16.largest();
+        // Of the last two nothing is known, but for the one that is the largest number itself.
+        let truth = [1.0, -1.0, 1.0, most - 8.0, most - 8.0];
+        judging.look(0, &truth, &truth, &[1.0, 2.0, 3.0, 8.0, 9.0]);
+        let rms = ((3.0 + (most - 8.0).powi(2)) / 4.0f64).sqrt();
+        let judged = judging.finish();
+        assert_eq!((judged.skipped, judged.median_bound_over_rms), (1, 3.0 / rms));
+    }
+
+    #[test]
+    fn of_equally_bad_elements_the_first_is_the_worst_and_of_equal_ratios_the_larger_error() {
+        for (values, worst) in
+            [([1.0, 3.0, 3.0, 0.0], 1), ([3.0, 1.0, 5.0, 0.0], 2), ([5.0, 3.0, 5.0, 0.0], 0), ([3.0, 3.0, 1.0, 0.0], 0)]
+        {
+            let mut judging = judging(&[2, 2]);
+            judging.look(0, &values, &[1.0, 1.0, 1.0, 0.0], &[1.0, 1.0, 2.0, 1.0]);
+            let at = judging.finish().worst.unwrap().at;
+            assert_eq!(at[0] * 2 + at[1], worst, "{values:?}");
+        }
+    }
+}

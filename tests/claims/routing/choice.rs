@@ -122,6 +122,22 @@ fn groups_within_their_error_may_stand_for_each_other() {
     assert!(!certified([4, 5], 1e-8) && !certified([0, 2], 1e-8));
 }
 
+/// A sum σ(l) + bias errs with the size of the bias as well.
+#[test]
+fn a_bias_widens_the_error_within_which_experts_may_stand_for_each_other() {
+    let logits = array![[0.0, 0.0, -1.0, -1.0]];
+    let router = GroupedSigmoid { groups: 1, kept: 1, renormalized: false, factor: 1.0 };
+    let certified = |expert: u32, bias: f64, apart: f64| {
+        let bias = array![bias, bias + apart, bias, bias];
+        let ids = array![[ExpertId(expert)]];
+        certify_grouped_choice(logits.view(), Some(bias.view()), &router, 1e-9, 1, ids.view()).is_ok()
+    };
+    for (bias, reach) in [(0.0, 2e-9), (1.0, 4e-9), (-1.0, 4e-9), (3.0, 8e-9)] {
+        assert!(certified(1, bias, reach) && certified(0, bias, 0.9 * reach), "{bias}");
+        assert!(!certified(0, bias, 1.1 * reach), "{bias}");
+    }
+}
+
 #[test]
 fn many_experts_are_chosen_from_the_same_with_any_number_of_threads() -> sonicmoe::Result<()> {
     let mut state = 1u32;
@@ -244,7 +260,12 @@ fn a_choice_from_elsewhere_is_checked() {
         "token 1 is sent to expert 2 twice (pairs 2 and 3); a pair may appear once"
     );
     assert!(error(1, experts(&[[0, 1]])).starts_with("K = 2"));
+    assert_eq!(
+        error(4, experts(&[[0, 1, 2], [1, 2, 0], [3, 0, 3]])),
+        "token 2 is sent to expert 3 twice (pairs 6 and 8); a pair may appear once"
+    );
     assert!(Choice::new(4, experts(&[[1, 0], [0, 1]])).is_ok());
+    assert!(Choice::new(4, experts(&[[0, 1, 2], [1, 2, 0], [3, 0, 2]])).is_ok());
 }
 
 #[test]

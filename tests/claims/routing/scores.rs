@@ -178,6 +178,8 @@ fn what_does_not_fit_is_refused_by_name() -> sonicmoe::Result<()> {
     assert!(message(scores::forward(nan.view(), &choice, convention)).starts_with("logit of token 0, expert 2 is inf"));
     let masked = array![[0.0f32, 1.0, 2.0], [0.0, f32::NEG_INFINITY, f32::NEG_INFINITY]];
     assert!(message(scores::forward(masked.view(), &choice, convention)).starts_with("token 1 has only 0 logits"));
+    let one_masked = array![[0.0f32, 1.0, 2.0], [0.0, 1.0, f32::NEG_INFINITY]];
+    assert_eq!(scores::forward(one_masked.view(), &choice, convention)?[2..], [0.0, 1.0]);
     let of_all_experts = scores::softmax(array![[0.0f32], [f32::NEG_INFINITY]].view()).unwrap_err().to_string();
     assert!(of_all_experts.starts_with("token 1 has only 0 logits above −∞, but K = 1 "), "{of_all_experts}");
     let backward = |s: &[f32], g: &[f32]| {
@@ -190,5 +192,8 @@ fn what_does_not_fit_is_refused_by_name() -> sonicmoe::Result<()> {
     assert!(of_nan.starts_with("logit of token 0, expert 2 is inf"), "{of_nan}");
     assert!(backward(&[0.5; 3], &[1.0; 4]).starts_with("tensor `scores` has shape [3], expected [4]"));
     assert!(backward(&[0.5; 4], &[1.0; 5]).starts_with("tensor `ds` has shape [5], expected [4]"));
+    let of_one = top_k(logits.view(), 1)?;
+    let of_one = scores::backward(logits.view(), &[1.0; 3], &of_one, convention, &[1.0; 2]).unwrap_err().to_string();
+    assert!(of_one.starts_with("tensor `scores` has shape [3], expected [2]"), "{of_one}");
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! Named cases of the rules, and faults that the certificate names.
 
-use ndarray::{Array2, array};
+use ndarray::{Array2, array, s};
 use sonicmoe::routing::rounding::certificate::{Key, Violation, certify};
 use sonicmoe::routing::rounding::scores::KeptScores;
 use sonicmoe::routing::rounding::{Ranking, Rounded, Rule, TokenRounding, draw, ranking_scores};
@@ -258,6 +258,19 @@ fn the_certificate_names_each_kind_of_fault() -> sonicmoe::Result<()> {
     let unbalanced = judge(Rule::Balance, &[0, 1, 2, 3], &[], &[]).unwrap_err();
     assert_eq!(unbalanced.len(), 2);
     assert_eq!(unbalanced[1], Violation::Unbalanced { sum: -4, tile: 4 });
+    // Half a tile is balanced: of two choosers both, or none.
+    let (p, ids) = (Array2::from_elem((4, 2), 0.5), experts(&[[0], [0], [1], [1]]));
+    let of_two = |of_0: &[u32], of_1: &[u32]| {
+        let of = |tokens: &[u32], expert| tokens.iter().map(move |&token| (TokenId(token), expert)).collect::<Vec<_>>();
+        certify(p.view(), ids.view(), 4, Rule::Balance, &[of(of_0, E0), of(of_1, e1)].concat(), &[])
+    };
+    assert_eq!(of_two(&[], &[0, 1, 2, 3]), Ok(()));
+    assert!(of_two(&[], &[]).is_err() && of_two(&[0, 1, 2, 3], &[0, 1, 2, 3]).is_err());
+    let one = |pairs: &[u32]| {
+        let pairs: Vec<_> = pairs.iter().map(|&token| (TokenId(token), E0)).collect();
+        certify(p.slice(s![..2, ..1]), experts(&[[0], [0]]).view(), 4, Rule::Balance, &pairs, &[])
+    };
+    assert_eq!(one(&[]), Ok(()));
     Ok(())
 }
 
