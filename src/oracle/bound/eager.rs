@@ -5,7 +5,8 @@
 //! before ds, dA, dA·up, dA·f(gate), dgate; there is no a′. gpt-oss goes through more operations. dw1, db1 and dx̃ are as in the fused model.
 
 use super::Model;
-use super::ball::{Ball, Sum};
+use super::accumulation::Sum;
+use super::ball::Ball;
 use super::curve::Curve;
 use super::gpt_oss;
 use super::line::Line;

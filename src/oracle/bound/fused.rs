@@ -8,7 +8,8 @@
 use ndarray::{Array1, Array2, ArrayView2};
 
 use super::Model;
-use super::ball::{Ball, Measure, Sum};
+use super::accumulation::Sum;
+use super::ball::{Ball, Measure};
 use super::line::Line;
 use super::matrix::{Balls2, Operand};
 use super::midpoints::{Midpoints, Step};

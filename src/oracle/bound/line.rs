@@ -149,7 +149,7 @@ impl Arithmetic {
 
 #[cfg(test)]
 mod tests {
-    use super::super::ball::Sum;
+    use super::super::accumulation::Sum;
     use super::*;
     use crate::element::DType;
     use crate::engine::RoundingModel;

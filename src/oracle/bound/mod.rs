@@ -19,6 +19,7 @@
 //!
 //! The choice of experts is an input. It is not judged here.
 
+pub(crate) mod accumulation;
 pub(crate) mod ball;
 mod between;
 pub(crate) mod buffers;

@@ -2,7 +2,8 @@
 
 use ndarray::{Array2, ArrayView1, ArrayView2, Axis};
 
-use super::ball::{Arithmetic, Ball, Measure, Sum};
+use super::accumulation::Sum;
+use super::ball::{Arithmetic, Ball, Measure};
 use super::buffers::Buffers;
 use super::curve::Curve;
 use super::gpt_oss;

@@ -1,7 +1,11 @@
 //! The router: logits, scores by convention, their gradients.
 
+#[cfg(test)]
+mod tests;
+
 use super::Model;
-use super::ball::{Arithmetic, Ball, Measure, Sum, known};
+use super::accumulation::Sum;
+use super::ball::{Arithmetic, Ball, Measure, known};
 use super::grouped;
 use super::matrix::{Balls1, Balls2, Operand};
 use crate::problem::Router;
@@ -324,113 +328,4 @@ pub(super) fn divide(arithmetic: &Arithmetic, a: Ball, b: Ball) -> Ball {
     let rad =
         if b.mid > arithmetic.reach(b.rad) { arithmetic.join(a.rad, b.rad * mid.abs()) / least } else { f64::INFINITY };
     arithmetic.operation(Ball { mid, rad })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::element::DType;
-    use crate::engine::{Numerics, RoundingModel, RouterRounding};
-
-    fn arithmetic(measure: Measure) -> Arithmetic {
-        let numerics = Numerics {
-            storage: DType::F16,
-            score: DType::F32,
-            accumulator: DType::F32.unit_roundoff(),
-            rounding: RoundingModel::Fused,
-            router: RouterRounding::TensorType,
-            function_ulps: 4.0,
-            flushes_denormals: true,
-        };
-        Arithmetic::new(&numerics, measure)
-    }
-
-    /// A stored logit of +∞ (an f16 that overflowed) leaves nothing known of its token, beside one of −∞ too.
-    #[test]
-    fn a_stored_logit_of_infinity_makes_every_score_of_its_token_unknown() {
-        let token = [1.0, f64::NEG_INFINITY, f64::INFINITY].map(Ball::exact);
-        assert!(softmax(&arithmetic(Measure::Worst), &token).iter().all(|p| p.rad == f64::INFINITY));
-        let masked = [1.0, f64::NEG_INFINITY, 2.0].map(Ball::exact);
-        let p = softmax(&arithmetic(Measure::Worst), &masked);
-        assert_eq!(p[1], Ball::exact(0.0));
-        assert!(p[0].rad > 0.0 && p[0].rad < 1e-4, "{p:?}");
-    }
-
-    /// Of logits that an engine has anywhere within their balls: near each other, far apart, and as unsure as
-    /// those of large numbers in bf16 are.
-    #[test]
-    fn a_softmax_of_logits_anywhere_within_their_balls_is_within_its_own() {
-        let of = |logits: &[f64]| {
-            let largest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            let weights: Vec<f64> = logits.iter().map(|logit| libm::exp(logit - largest)).collect();
-            let total: f64 = weights.iter().sum();
-            weights.into_iter().map(move |weight| weight / total).collect::<Vec<_>>()
-        };
-        let arithmetic = arithmetic(Measure::Worst);
-        for apart in [0.0, 0.3, 4.0, 30.0, 279.0, 900.0, 1e5] {
-            for rad in [1e-3, 0.1, 0.99, 1.01, 5.0, 140.0, 650.0, 2e3, 1e5] {
-                let balls = [0.0, 1.0, 1.5, -3.0].map(|place| Ball { mid: place * apart, rad });
-                let p = softmax(&arithmetic, &balls);
-                // Every end of every ball.
-                for ends in 0..1u32 << balls.len() {
-                    let side = |i: usize| if ends >> i & 1 == 1 { 1.0 } else { -1.0 };
-                    let logits: Vec<f64> = balls.iter().enumerate().map(|(i, l)| l.mid + side(i) * l.rad).collect();
-                    for (ball, found) in p.iter().zip(of(&logits)) {
-                        let off = (found - ball.mid).abs();
-                        assert!(off <= ball.rad, "{apart} ± {rad}: {found} is not in {ball:?}");
-                    }
-                }
-                assert!(p.iter().all(|p| p.rad < 1.1), "{apart} ± {rad}: {p:?}");
-            }
-        }
-    }
-
-    #[test]
-    fn the_largest_beside_each_is_found_wherever_the_largest_stand() {
-        let none = f64::NEG_INFINITY;
-        for (numbers, largest) in [
-            (&[3.0, 1.0, 2.0][..], &[2.0, 3.0, 3.0][..]),
-            (&[1.0, 2.0, 3.0], &[3.0, 3.0, 2.0]),
-            (&[1.0, 3.0, 3.0], &[3.0, 3.0, 3.0]),
-            (&[2.0, 3.0, 1.0, 2.5], &[3.0, 2.5, 3.0, 3.0]),
-            (&[5.0], &[none]),
-            (&[none, 1.0, none], &[1.0, none, 1.0]),
-        ] {
-            assert_eq!(largest_of_others(numbers), largest, "{numbers:?}");
-        }
-    }
-
-    /// The formulas, written out.
-    #[test]
-    fn unsure_logits_are_bounded_by_the_largest_of_the_others() {
-        let balls = [(0.0, 2.0), (3.0, 1.5), (2.0, 4.0), (-1.0, 0.5)].map(|(mid, rad)| Ball { mid, rad });
-        let sigma = |x: f64| 1.0 / (1.0 + libm::exp(-x));
-        let found = softmax_out_of(&arithmetic(Measure::Worst), &balls);
-        for (i, [of_it, of_others]) in found.into_iter().enumerate() {
-            let others = || balls.iter().enumerate().filter(move |(j, _)| *j != i).map(|(_, ball)| *ball);
-            let least = others().map(|ball| ball.mid - ball.rad).fold(f64::NEG_INFINITY, f64::max);
-            let most = others().map(|ball| ball.mid + ball.rad).fold(f64::NEG_INFINITY, f64::max);
-            let own = balls[i];
-            assert_eq!(of_it, sigma(own.mid + own.rad - least));
-            assert!((of_others - sigma(most + libm::log(3.0) - (own.mid - own.rad))).abs() < 1e-15);
-        }
-        let p = softmax(&arithmetic(Measure::Worst), &balls);
-        let out_of = softmax_out_of(&arithmetic(Measure::Worst), &balls);
-        for (p, [of_it, of_others]) in p.iter().zip(out_of) {
-            // It rises to 1 at most, and falls to 0.
-            let most = of_it.min(1.0 - p.mid).max(of_others.min(p.mid));
-            assert!((most..most + 1e-4).contains(&p.rad), "{p:?}: {most}");
-        }
-    }
-
-    /// A divisor that the engine may have flushed to 0 lies within several of its deviations.
-    #[test]
-    fn a_quotient_is_unknown_where_its_divisor_may_be_zero() {
-        let one = Ball::exact(1.0);
-        for (measure, near, far) in [(Measure::Worst, 1.0, 0.9), (Measure::Deviation, 0.2, 0.1)] {
-            let by = |rad| divide(&arithmetic(measure), one, Ball { mid: 1.0, rad }).rad;
-            assert_eq!(by(near), f64::INFINITY, "{measure:?}");
-            assert!(by(far).is_finite(), "{measure:?}");
-        }
-    }
 }

@@ -6,7 +6,8 @@ use std::ops::Range;
 use ndarray::{Array2, Axis};
 use rayon::prelude::*;
 
-use super::ball::{Arithmetic, Ball, Measure, Sum};
+use super::accumulation::Sum;
+use super::ball::{Arithmetic, Ball, Measure};
 use super::layer::Expanded;
 use super::line::vectorized;
 use super::matrix::{Balls2, Operand};

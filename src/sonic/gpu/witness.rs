@@ -13,7 +13,8 @@ use half::bf16;
 use crate::activation::Activation;
 use crate::engine::{Numerics, Output};
 use crate::error::{Error, Result};
-use crate::oracle::bound::ball::{Arithmetic, Ball, Measure, Rounding, Sum};
+use crate::oracle::bound::accumulation::Sum;
+use crate::oracle::bound::ball::{Arithmetic, Ball, Measure, Rounding};
 
 use super::compile::{KernelName, Variant};
 use super::device::{Argument, Buffer, Device, Grid, Guards};

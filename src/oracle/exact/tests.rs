@@ -1,0 +1,94 @@
+use super::*;
+
+#[test]
+fn the_lowest_bit_is_the_power_of_two_that_divides() {
+    for (value, bit) in [(1.0, 1.0), (-6.0, 2.0), (0.75, 0.25), (48.0, 16.0), (0.0, f64::INFINITY)] {
+        assert_eq!(lowest_bit(value), bit, "{value}");
+    }
+}
+
+#[test]
+fn a_sum_that_may_round_is_refused() {
+    let wide = Array2::from_elem((1, 2), 4096.0);
+    assert!(product("o", wide.view(), wide.t(), None).is_ok());
+    let mut narrow = wide.clone();
+    narrow[[0, 1]] = 1.0;
+    let error = product("o", narrow.view(), narrow.t(), None).unwrap_err().to_string();
+    assert!(error.contains("`o` at [0, 0] is outside the exact regime"), "{error}");
+}
+
+/// (1 + 2⁻¹¹)² is in units of 2⁻²², of which it has 2²² and a few: two such terms are 2²³.
+#[test]
+fn the_unit_of_a_product_is_the_product_of_the_units() {
+    let terms = |count: usize| Array2::from_elem((1, count), 1.0 + libm::exp2(-11.0));
+    assert!(product("o", terms(1).view(), terms(1).t(), None).is_ok());
+    assert!(product("o", terms(2).view(), terms(2).t(), None).is_err());
+    // A bias is a term too, and its unit counts.
+    let bias = |value: f64| Array1::from_elem(1, value);
+    assert!(product("o", terms(1).view(), terms(1).t(), Some(bias(0.5).view())).is_ok());
+    assert!(product("o", terms(1).view(), terms(1).t(), Some(bias(1.0).view())).is_err());
+    assert!(product("o", terms(1).view(), terms(1).t(), Some(bias(libm::exp2(-23.0)).view())).is_err());
+}
+
+#[test]
+fn a_sum_of_as_many_units_as_the_regime_has_is_refused_and_one_less_is_not() {
+    for (units, exact) in [(UNITS - 1.0, true), (UNITS, false), (UNITS + 1.0, false)] {
+        // An odd number and a bias of one unit.
+        let (left, one) = (Array2::from_elem((1, 1), units - 1.0), Array2::ones((1, 1)));
+        let bias = Array1::ones(1);
+        assert_eq!(product("o", left.view(), one.view(), Some(bias.view())).is_ok(), exact, "{units}");
+    }
+}
+
+/// Two tokens go to expert 0; token 2 goes nowhere, and nothing comes to expert 1.
+#[test]
+fn a_row_of_zeros_is_refused_wherever_something_is_to_be_written() {
+    let pairs = [(TokenId(0), ExpertId(0)), (TokenId(1), ExpertId(0))];
+    let routing = Routing::new(3, 2, pairs).unwrap();
+    let gating = Gating::Given { routing: routing.clone(), scores: vec![1.0; 2] };
+    let ones = |dim: (usize, usize)| Array2::<f64>::ones(dim);
+    let problem = Problem::new(
+        ones((3, 8)),
+        Array3::<f64>::ones((2, 4, 8)),
+        Array3::<f64>::ones((2, 8, 2)),
+        None,
+        gating,
+        Activation::SwiGlu,
+        ones((3, 8)),
+    )
+    .unwrap();
+    let layer = Layer { problem: &problem, routing: &routing, scores: vec![1.0; 2], storage: DType::BF16 };
+    let refused = |output: Output, shape: &[usize], zeros: &[usize]| {
+        let mut values = ArrayD::from_elem(shape, 1.0);
+        // Rows of the last axis, one after the other.
+        for &row in zeros {
+            let numbers = values.as_slice_mut().unwrap().chunks_mut(*shape.last().unwrap()).nth(row).unwrap();
+            numbers.fill(0.0);
+        }
+        let results = Results::from([(output, Stored { dtype: DType::BF16, values })]);
+        layer.no_row_is_zero(&results).err().map(|error| error.to_string())
+    };
+    let at = |output: &str, at: [usize; 2]| format!("`{output}` at {at:?} is outside the exact regime");
+    for (output, shape, none, zeros, first) in [
+        (Output::O, &[3, 8][..], &[2][..], 1, [1, 0]),
+        (Output::Dx, &[3, 8], &[2], 0, [0, 0]),
+        (Output::Dw1, &[2, 4, 8], &[4, 5, 6, 7], 3, [0, 3]),
+        (Output::Dw2, &[2, 8, 2], &[8, 12, 15], 5, [0, 5]),
+        (Output::Db1, &[2, 4], &[1], 0, [0, 0]),
+        (Output::Db2, &[2, 8], &[1], 0, [0, 0]),
+        (Output::H, &[2, 4], &[], 1, [1, 0]),
+        (Output::Ds, &[2], &[], 0, [0, 0]),
+    ] {
+        assert_eq!(refused(output, shape, none), None, "{output}");
+        let error = refused(output, shape, &[none, &[zeros]].concat()).unwrap_or_default();
+        assert!(error.contains(&at(output.name(), first)), "{output}: {error}");
+        // One number other than 0 is enough.
+        if shape.len() > 1 {
+            let mut values = ArrayD::from_elem(shape, 0.0);
+            values.as_slice_mut().unwrap().chunks_mut(*shape.last().unwrap()).for_each(|row| row[1] = -1.0);
+            let results = Results::from([(output, Stored { dtype: DType::BF16, values })]);
+            assert!(layer.no_row_is_zero(&results).is_ok(), "{output}");
+        }
+    }
+    assert_eq!(refused(Output::O, &[3, 0], &[]), None, "a row of nothing");
+}
