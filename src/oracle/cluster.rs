@@ -148,18 +148,24 @@ mod tests {
         assert_eq!(tally.clusters(Output::Dw1), [stripe]);
     }
 
+    /// The ranges of tokens, so many of width 3, of which some have a failing element.
+    fn clusters_of(tokens: usize, rows: &[usize]) -> Vec<(usize, usize, usize, usize)> {
+        let mut tally = Tally::new(&[tokens, 3]);
+        rows.iter().for_each(|&row| tally.fail(&[row, 1]));
+        let of_rows = tally.clusters(Output::O).into_iter().filter(|cluster| cluster.axis == "token");
+        of_rows.map(|cluster| (cluster.from, cluster.to, cluster.failing, cluster.elements)).collect()
+    }
+
     /// Rows that touch are one range, and what fails in most places is no cluster.
     #[test]
-    fn neighbouring_rows_are_one_range_and_half_of_the_rows_is_the_most_that_is_named() {
-        let clusters = |rows: &[usize]| {
-            let mut tally = Tally::new(&[8, 3]);
-            rows.iter().for_each(|&row| tally.fail(&[row, 1]));
-            let of_rows = tally.clusters(Output::O).into_iter().filter(|cluster| cluster.axis == "token");
-            of_rows.map(|cluster| (cluster.from, cluster.to, cluster.failing, cluster.elements)).collect::<Vec<_>>()
-        };
+    fn neighbouring_rows_are_one_range_and_half_of_the_rows_in_four_ranges_the_most_that_is_named() {
+        let clusters = |rows: &[usize]| clusters_of(8, rows);
+        assert_eq!(clusters_of(12, &[0, 2, 4, 6, 8]), [], "five ranges");
         assert_eq!(clusters(&[2, 3, 6]), [(2, 4, 2, 6), (6, 7, 1, 3)]);
         assert_eq!(clusters(&[0, 1, 2, 3]), [(0, 4, 4, 12)]);
         assert_eq!(clusters(&[0, 1, 2, 3, 5]), []);
+        let alone = |row: usize| (row, row + 1, 1, 3);
+        assert_eq!(clusters(&[0, 2, 4, 6]), [0, 2, 4, 6].map(alone));
         assert_eq!(clusters(&[]), []);
     }
 }

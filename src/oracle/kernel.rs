@@ -153,6 +153,19 @@ impl<'r> Recorded<'r> {
         for (output, shape) in matrices {
             fits(output, &shape)?;
         }
+        // Of what nothing else is judged from.
+        for (output, shape) in [
+            (Output::O, &[t, d][..]),
+            (Output::Dx, &[t, d]),
+            (Output::Dw1, &[e, width, d]),
+            (Output::Dw2, &[e, d, n]),
+            (Output::Db1, &[e, width]),
+            (Output::Db2, &[e, d]),
+            (Output::DrouterW, &[e, d]),
+            (Output::DrouterB, &[e]),
+        ] {
+            fits(output, shape)?;
+        }
         let by_pair = |output: Output| -> Result<Option<Vec<Ball>>> {
             fits(output, &[r])?;
             let stored = results.get(&output);

@@ -3,8 +3,10 @@ use ndarray::Axis;
 use super::*;
 use crate::activation::Activation;
 use crate::case::{Case, Load, Pairing};
+use crate::engine::Record;
 use crate::oracle::bound::numerics_of;
 use crate::routing::Convention;
+use crate::sonic::cpu::CpuEngine;
 
 /// ds = Σ g·silu(h), and h is off by a rounding of mean 0 and deviation σ: on average silu(h) is off by
 /// ½ silu″(h)σ². An engine whose sums do not round has that bias, though it is correct.
@@ -77,6 +79,17 @@ fn layer() -> (Problem<'static, f64>, Twin, Numerics) {
     (problem, twin, numerics)
 }
 
+/// Scores that a router stores in the tensors' type join all experts.
+fn behind_a_router_in_the_tensors_type() -> (Problem<'static, f64>, Twin, Numerics) {
+    let pairing = Pairing::Router { convention: Convention::SoftmaxOverTopK, load: Load::Uniform };
+    let case = Case::new("40,24,40,3,2".parse().unwrap()).with_pairing(pairing).with_biases();
+    let problem = case.problem::<f64>().unwrap();
+    let outcome = crate::engine::run(&CpuEngine::<f64>::new(), &problem, Record::Results).unwrap();
+    let numerics = Numerics { router: RouterRounding::TensorType, ..numerics_of(DType::F16, RoundingModel::Fused) };
+    let twin = Twin::new(&problem, &outcome.routing, &numerics).unwrap();
+    (problem, twin, numerics)
+}
+
 #[test]
 fn every_index_tile_of_rows_and_tile_of_columns_is_a_group() {
     let (_, twin, _) = layer();
@@ -100,57 +113,72 @@ fn every_index_tile_of_rows_and_tile_of_columns_is_a_group() {
 /// elements at which that is no number, and not at all towards the truth.
 #[test]
 fn a_result_in_pieces_leans_as_the_whole_of_it() {
-    let (problem, twin, numerics) = layer();
-    for output in [Output::Dw1, Output::Dw2, Output::O, Output::Ds, Output::Db1] {
-        let truth = &twin.truth[&output];
-        let mut wrong = truth.mapv(|truth| 1.5 * truth + 0.25);
-        let mut values = truth.mapv(|truth| DType::F16.round(truth * 1.03));
-        let in_pieces = |values: &ArrayD<f64>, wrong: &ArrayD<f64>| {
-            let mut leaning = Leaning::new(output, (&problem, &numerics), DType::F16, truth.shape());
-            let first = if truth.ndim() == 1 { truth.len() } else { truth.len() / truth.shape()[0] };
-            let [values, wrong, truth, random, systematic] =
-                [values, wrong, truth, &twin.random[&output], &twin.systematic[&output]].map(|array| in_order(array));
-            // Pieces of whole indices of the first axis; a vector is one.
-            for piece in (0..truth.len()).step_by(first).map(|from| from..from + first) {
-                let part = |of: &Cow<'_, [f64]>| of[piece.clone()].to_vec();
-                let (truth, random, systematic) = (part(&truth), part(&random), part(&systematic));
-                let twin = TwinPiece { truth: &truth, random: &random, systematic: &systematic };
-                leaning.look(&values[piece.clone()], &twin, |at| wrong[piece.start + at]);
-            }
-            leaning.bias()
-        };
-        let directed = |values: &ArrayD<f64>, wrong: &ArrayD<f64>| {
-            twin.directed(output, &Stored { dtype: DType::F16, values: values.clone() }, wrong).unwrap()
-        };
-        let same = |values: &ArrayD<f64>, wrong: &ArrayD<f64>| -> Option<Bias> {
-            let (found, whole) = (in_pieces(values, wrong), directed(values, wrong));
-            match (found, whole) {
-                (Some(found), Some(whole)) => {
-                    let off = |a: f64, b: f64| (a - b).abs() > 1e-9 * b.abs();
-                    let differ = off(found.beta, whole.beta) || off(found.z, whole.z);
-                    assert!(!differ, "{output}: {found:?} in pieces, {whole:?} as a whole");
-                }
-                _ => assert_eq!(found, whole, "{output}"),
-            }
-            whole
-        };
-        let leaning = same(&values, &wrong).unwrap();
-        assert!(leaning.beta > 0.01 && leaning.beta < 0.06, "{output}: {leaning:?}");
-        assert_eq!(same(&values, truth), None);
-        assert_eq!(same(&values, &truth.mapv(|truth| truth * (1.0 + 1e-12))), None);
-        // Left out is what is no number, or no longer wrong.
-        let mut without = wrong.clone();
-        for (at, value) in [(0, f64::NAN), (3, f64::INFINITY), (7, f64::NEG_INFINITY)] {
-            wrong.as_slice_mut().unwrap()[at] = value;
-            without.as_slice_mut().unwrap()[at] = in_order(truth)[at];
+    let joined = behind_a_router_in_the_tensors_type();
+    for (problem, twin, numerics) in [layer(), joined] {
+        for output in [Output::Dw1, Output::Dw2, Output::O, Output::Ds, Output::Db1] {
+            leans_in_pieces_as_a_whole(output, &problem, &twin, &numerics);
         }
-        assert_eq!(same(&values, &wrong), directed(&values, &without), "{output}");
-        // A value that is no number leans beyond everything.
-        values.as_slice_mut().unwrap()[5] = f64::NAN;
-        let of_nan = in_pieces(&values, &without).unwrap();
-        assert!(of_nan.beta.is_nan() && of_nan.z == f64::INFINITY && !of_nan.passes(), "{output}: {of_nan:?}");
-        assert!(!directed(&values, &without).unwrap().passes());
     }
+}
+
+fn leans_in_pieces_as_a_whole(output: Output, problem: &Problem<'_, f64>, twin: &Twin, numerics: &Numerics) {
+    let truth = &twin.truth[&output];
+    let mut wrong = truth.mapv(|truth| 1.5 * truth + 0.25);
+    let mut values = truth.mapv(|truth| DType::F16.round(truth * 1.03));
+    let in_pieces = |values: &ArrayD<f64>, wrong: &ArrayD<f64>| {
+        let mut leaning = Leaning::new(output, (problem, numerics), DType::F16, truth.shape());
+        let first = if truth.ndim() == 1 { truth.len() } else { truth.len() / truth.shape()[0] };
+        let [values, wrong, truth, random, systematic] =
+            [values, wrong, truth, &twin.random[&output], &twin.systematic[&output]].map(|array| in_order(array));
+        // Pieces of whole indices of the first axis; a vector is one.
+        for piece in (0..truth.len()).step_by(first).map(|from| from..from + first) {
+            let part = |of: &Cow<'_, [f64]>| of[piece.clone()].to_vec();
+            let (truth, random, systematic) = (part(&truth), part(&random), part(&systematic));
+            let twin = TwinPiece { truth: &truth, random: &random, systematic: &systematic };
+            leaning.look(&values[piece.clone()], &twin, |at| wrong[piece.start + at]);
+        }
+        leaning.bias()
+    };
+    let directed = |values: &ArrayD<f64>, wrong: &ArrayD<f64>| {
+        twin.directed(output, &Stored { dtype: DType::F16, values: values.clone() }, wrong).unwrap()
+    };
+    let same = |values: &ArrayD<f64>, wrong: &ArrayD<f64>| -> Option<Bias> {
+        let (found, whole) = (in_pieces(values, wrong), directed(values, wrong));
+        match (found, whole) {
+            (Some(found), Some(whole)) => {
+                let off = |a: f64, b: f64| (a - b).abs() > 1e-9 * b.abs();
+                let differ = off(found.beta, whole.beta) || off(found.z, whole.z);
+                assert!(!differ, "{output}: {found:?} in pieces, {whole:?} as a whole");
+            }
+            _ => assert_eq!(found, whole, "{output}"),
+        }
+        whole
+    };
+    let leaning = same(&values, &wrong).unwrap();
+    assert!(leaning.beta > 0.01 && leaning.beta < 0.06, "{output}: {leaning:?}");
+    assert_eq!(same(&values, truth), None);
+    assert_eq!(same(&values, &truth.mapv(|truth| truth * (1.0 + 0.5 * SAME))), None);
+    // Towards twice the truth it leans as the truth itself says, which is summed in another way.
+    let signed = twin.signed(output, &Stored { dtype: DType::F16, values: values.clone() }).unwrap();
+    let towards = same(&values, &truth.mapv(|truth| 2.0 * truth)).unwrap();
+    let (Group::Whole, whole) = &signed[0] else { panic!("the whole comes first") };
+    assert!((towards.beta - whole.beta).abs() < 1e-9 * whole.beta.abs(), "{output}: {towards:?}, {whole:?}");
+    assert!((towards.z - whole.z).abs() < 1e-9 * whole.z, "{output}: {towards:?}, {whole:?}");
+    let mut first = truth.clone();
+    first.as_slice_mut().unwrap()[0] += 1.0;
+    assert!(same(&values, &first).is_some(), "{output}: only the first element is wrong");
+    // Left out is what is no number, or no longer wrong.
+    let mut without = wrong.clone();
+    for (at, value) in [(0, f64::NAN), (3, f64::INFINITY), (7, f64::NEG_INFINITY)] {
+        wrong.as_slice_mut().unwrap()[at] = value;
+        without.as_slice_mut().unwrap()[at] = in_order(truth)[at];
+    }
+    assert_eq!(same(&values, &wrong), directed(&values, &without), "{output}");
+    // A value that is no number leans beyond everything.
+    values.as_slice_mut().unwrap()[5] = f64::NAN;
+    let of_nan = in_pieces(&values, &without).unwrap();
+    assert!(of_nan.beta.is_nan() && of_nan.z == f64::INFINITY && !of_nan.passes(), "{output}: {of_nan:?}");
+    assert!(!directed(&values, &without).unwrap().passes());
 }
 
 /// Of zeros nothing is wrong but what is not 0.
@@ -182,14 +210,15 @@ fn only_elements_that_stay_within_the_range_count() {
         let mut leaning = Leaning::new(Output::Ds, (&problem, &numerics), DType::F16, &[3]);
         let values = [truth[0] + 2.0, truth[1] + 3.0, truth[2] + 30.0];
         let piece = TwinPiece { truth: &truth, random: &random, systematic: &systematic };
-        leaning.look(&values, &piece, |at| truth[at] + [1.0, 2.0, 1.0][at]);
+        leaning.look(&values, &piece, |at| truth[at] + [1.0, -1.0, 1.0][at]);
         leaning.bias().unwrap()
     };
     let within = bias([1.0, -2.0, most - 6.0 * 0.5 - 1.0], [0.5, 0.25, 0.5], [0.5, 0.25, 1.0]);
-    // Σ(c − r)w = 2 + 6 + 30, Σw² = 1 + 4 + 1, S = 0.5 + 0.5 + 1, D² = 0.5² + 0.5² + 0.5².
-    assert_eq!((within.beta, within.z), (38.0 / 6.0, 36.0 / 0.75f64.sqrt()));
+    // Σ(c − r)w = 2 − 3 + 30, Σw² = 3, S = 0.5 + 0.25 + 1, D² = 0.5² + 0.25² + 0.5².
+    assert_eq!((within.beta, within.z), (29.0 / 3.0, 27.25 / 0.75));
     let left_out = bias([1.0, -2.0, most - 6.0 * 0.5 - 0.5], [0.5, 0.25, 0.5], [0.5, 0.25, 1.0]);
-    assert_eq!((left_out.beta, left_out.z), (8.0 / 5.0, 7.0 / 0.5f64.sqrt()));
+    assert_eq!((left_out.beta, left_out.z), (-1.0 / 2.0, 0.25 / 0.3125f64.sqrt()));
+    assert!(Bias { beta: 1.0, z: LIMIT }.passes() && !Bias { beta: 1.0, z: LIMIT.next_up() }.passes());
     let negative = bias([1.0, -2.0, 0.5 - most], [0.5, 0.25, 0.5], [0.5, 0.25, 1.0]);
     assert_eq!(negative, left_out);
 }

@@ -179,6 +179,8 @@ mod tests {
             }
         }
         let arithmetic = arithmetic(DType::F16, Measure::Worst);
+        let largest = Ball { mid: 65488.0, rad: 16.0 };
+        assert!(stored(&arithmetic, &[largest])[0].iter().all(|rad| rad.is_finite()), "the largest number is one");
         let beyond = [(65504.0, 20.0), (f64::NAN, 0.1), (1.0, f64::INFINITY)].map(|(mid, rad)| Ball { mid, rad });
         for [once, between] in stored(&arithmetic, &beyond) {
             assert_eq!([once, between], [f64::INFINITY; 2]);

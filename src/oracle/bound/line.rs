@@ -238,6 +238,15 @@ mod tests {
     }
 
     #[test]
+    fn radii_join_beyond_where_their_squares_leave_the_range() {
+        let arithmetic = Arithmetic::new(&numerics_of(DType::F32, RoundingModel::Fused), Measure::Deviation);
+        for unit in [1e200, 1.0, 1e-170, 1e-200] {
+            let joined = arithmetic.join(3.0 * unit, 4.0 * unit) / unit;
+            assert!((joined - 5.0).abs() < 1e-12, "{joined} of {unit}");
+        }
+    }
+
+    #[test]
     fn a_line_reads_and_writes_every_so_manieth_place() {
         let (mids, rads): (Vec<f64>, Vec<f64>) = (0..10).map(|at| (f64::from(at), 0.5)).unzip();
         let line = Line::of((&mids, &rads), 1, 2, 4);

@@ -166,6 +166,23 @@ mod tests {
         Problem::new(x, w1, w2, None, gating, problem.activation(), dout).unwrap()
     }
 
+    #[test]
+    fn a_shared_layer_of_two_experts_or_of_some_tokens_or_of_another_width_is_refused() {
+        let case = |shape: &str| Case::new(shape.parse().unwrap()).with_pairing(Pairing::TopK);
+        let problem = case("4,8,6,3,2").problem::<f64>().unwrap();
+        let Gating::Given { routing, .. } = problem.gating() else { panic!("given pairs") };
+        let numerics = numerics_of(DType::BF16, RoundingModel::Eager);
+        let beside = |shared: &Problem<'_, f64>| layer_beside(&problem, shared, routing, &numerics).map(|_| ());
+        let of = |shape: &str| case(shape).problem::<f64>().unwrap();
+        assert!(beside(&of("4,8,5,1,1")).is_ok());
+        // Two experts that together have as many pairs as there are tokens.
+        assert!(beside(&of("4,8,5,2,1")).is_err());
+        assert!(beside(&of("4,8,5,2,2")).is_err());
+        assert!(beside(&of("3,8,5,1,1")).is_err() && beside(&of("4,16,5,1,1")).is_err());
+        let some = Case::new("0,8,5,1,1".parse().unwrap()).with_counts(&[3]).problem::<f64>().unwrap();
+        assert!(beside(&some).is_err());
+    }
+
     /// Whoever takes gate for up, in both layers, has what a right engine has of weights with those rows swapped.
     #[test]
     fn gate_and_up_are_swapped_in_both_layers() {

@@ -24,6 +24,8 @@ fn arithmetics() -> Vec<Numerics> {
         Numerics { function_ulps: 1.0, ..numerics(DType::BF16, Eager, Score) },
         flushing(numerics(DType::F32, Eager, Score)),
         numerics(DType::BF16, Fused, TensorType),
+        // Sums in f64, as the reference has them.
+        Numerics { accumulator: DType::F64.unit_roundoff(), ..numerics(DType::BF16, Fused, Score) },
     ]
 }
 
@@ -93,6 +95,7 @@ fn every_radius_is_what_it_was() {
                 (output, Stored { dtype, values: bounded.truth.mapv(|truth| dtype.round(truth)) })
             })
             .collect();
+        let twin = Twin::new(&problem, &routing, &numerics).unwrap();
         let of_kernels = kernel::kernels(&problem, &routing, &results, &numerics).unwrap();
         let of_kernels: BTreeMap<Output, ArrayD<f64>> =
             of_kernels.into_iter().map(|kernel| (kernel.output, kernel.bounded.bound)).collect();
@@ -102,6 +105,9 @@ fn every_radius_is_what_it_was() {
             };
             keep("bound", &bounded.bound);
             keep("deviation", &deviations[output].bound);
+            let off = Stored { values: bounded.truth.mapv(|truth| 1.01 * truth), ..results[output].clone() };
+            let biases = twin.signed(*output, &off).unwrap().into_iter().flat_map(|(_, bias)| [bias.beta, bias.z]);
+            keep("bias", &biases.collect::<ndarray::Array1<f64>>().into_dyn());
             if let Some(of_kernel) = of_kernels.get(output) {
                 keep("kernel", of_kernel);
             }

@@ -268,6 +268,18 @@ fn a_result_of_a_kernel_is_judged_without_the_other_results_of_its_kernel() {
 }
 
 #[test]
+fn a_result_of_another_shape_is_refused_by_its_kernel() {
+    let Made { problem, routing, results, numerics } = made(&case());
+    for output in results.keys() {
+        let mut wrong = results.clone();
+        let stored = wrong.get_mut(output).unwrap();
+        stored.values = stored.values.slice_axis(ndarray::Axis(0), (1..).into()).to_owned();
+        let error = kernel::kernels(&problem, &routing, &wrong, &numerics).unwrap_err().to_string();
+        assert!(error.contains(&format!("`{output}`")), "{output}: {error}");
+    }
+}
+
+#[test]
 fn a_routing_of_other_tokens_than_the_results_is_refused() {
     let Made { problem, results, numerics, .. } = made(&case());
     let other = Routing::new(191, 6, []).unwrap();

@@ -278,6 +278,15 @@ fn scores_of_nothing_leave_a_rule_by_scores_no_choice() {
     assert!(judged(either.clone(), &none).is_ok() && judged(either, &all).is_ok());
 }
 
+/// 0/0 would be NaN.
+#[test]
+fn chosen_scores_of_nothing_are_renormalized_to_nothing() {
+    let p = ndarray::array![[0.0f32, 0.0, 1.0], [0.5, 0.25, 0.25]];
+    let choice = Choice::new(3, ndarray::array![[ExpertId(0), ExpertId(1)], [ExpertId(0), ExpertId(1)]]).unwrap();
+    let ranked = ranking_scores(p.view(), &choice, Ranking::Renormalized).unwrap();
+    assert_eq!(ranked, ndarray::array![[0.0, 0.0, 1.0], [0.5 / 0.75, 0.25 / 0.75, 0.25]]);
+}
+
 /// What no rounding can be judged from is named, before any expert is judged.
 #[test]
 fn the_certificate_names_what_cannot_be_judged() {

@@ -112,3 +112,48 @@ fn values_and_slopes_of_every_point_of_a_ball_lie_in_the_ball_of_values_and_slop
         }
     }
 }
+
+/// Radii of values and of slopes over balls of many sizes: the mean of log₂, weighted by their places. Each constant
+/// and each term of the formulas moves it by more than 10⁻⁹; that they are right is what the other tests say.
+#[test]
+fn radii_of_values_and_slopes_are_what_they_were() {
+    let mut found = Vec::new();
+    for (curve, measure) in CURVES.into_iter().flat_map(|c| [Measure::Worst, Measure::Deviation].map(|m| (c, m))) {
+        let arithmetic = arithmetic(measure);
+        let (mut sums, mut weights) = ([0.0; 2], 0.0);
+        let points = grid().step_by(7).flat_map(|mid| [1e-14, 1e-6, 0.01, 0.3, 2.0].map(|rad| Ball { mid, rad }));
+        for (place, x) in points.enumerate() {
+            let weight = 1.0 + (0.618_033_988_749_895 * place as f64).fract();
+            let radii = [arithmetic.curve_value(curve, x).rad, arithmetic.curve_slope(curve, x).rad];
+            sums.iter_mut()
+                .zip(radii)
+                .filter(|(_, rad)| *rad > 0.0)
+                .for_each(|(sum, rad)| *sum += weight * libm::log2(rad));
+            weights += weight;
+        }
+        let x = Ball { mid: 0.5, rad: 0.25 };
+        let sigmoid = arithmetic.sigmoid(x).rad;
+        found.push((curve, measure, [sums[0] / weights, sums[1] / weights, sigmoid]));
+    }
+    let moved = |(found, kept): &(&(Curve, Measure, [f64; 3]), &[f64; 3])| {
+        found.2.iter().zip(*kept).any(|(found, kept)| (found - kept).abs() > 1e-9)
+    };
+    let moved: Vec<_> = found.iter().zip(&KEPT).filter(moved).collect();
+    assert!(found.len() == KEPT.len() && moved.is_empty(), "{moved:#?}, of all {found:?}");
+}
+
+/// By curve, bounds and then deviations: values, slopes, and the sigmoid at 0.5 ± 0.25.
+const KEPT: [[f64; 3]; 12] = [
+    [-17.786911312378, -20.354794943557, 0.061760303050],
+    [-17.877415119771, -20.498211767583, 0.061760303050],
+    [-22.738814500370, -31.022429726726, 0.061760303050],
+    [-22.991160383660, -31.373685966262, 0.061760303050],
+    [-23.059387329675, -29.385555529155, 0.061760303050],
+    [-23.345700242405, -29.803708016923, 0.061760303050],
+    [-7.396775259290, 0.000000000000, 0.061760303050],
+    [-7.311372718399, 0.000000000000, 0.061760303050],
+    [-5.780747233519, -6.877643537042, 0.061760303050],
+    [-5.616409570391, -6.877643537042, 0.061760303050],
+    [-25.894485663496, -17.258438117472, 0.061760303050],
+    [-24.287630035112, -17.186842744807, 0.061760303050],
+];

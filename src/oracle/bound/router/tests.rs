@@ -26,6 +26,18 @@ fn a_stored_logit_of_infinity_makes_every_score_of_its_token_unknown() {
     assert!(p[0].rad > 0.0 && p[0].rad < 1e-4, "{p:?}");
 }
 
+/// A masked expert is as if it were not there.
+#[test]
+fn masked_logits_cost_the_others_nothing() {
+    for measure in [Measure::Worst, Measure::Deviation] {
+        let arithmetic = arithmetic(measure);
+        let ball = |mid: f64| Ball { mid, rad: 1e-3 };
+        let masked = [ball(1.0), Ball::exact(f64::NEG_INFINITY), ball(2.5), Ball::exact(f64::NEG_INFINITY)];
+        let (with, without) = (softmax(&arithmetic, &masked), softmax(&arithmetic, &[ball(1.0), ball(2.5)]));
+        assert_eq!([with[0], with[2]], [without[0], without[1]]);
+    }
+}
+
 /// Of logits that an engine has anywhere within their balls: near each other, far apart, and as unsure as
 /// those of large numbers in bf16 are.
 #[test]
