@@ -123,6 +123,11 @@ mod tests {
         let one_up = f32::from(bf16::from_bits(bf16::ONE.to_bits() + 1));
         let ulps = |a: f32, b: f32| Difference::between(&stored(&[a]), &stored(&[b])).unwrap().ulps;
         assert_eq!((ulps(1.0, one_up), ulps(1.0, 2.0), ulps(0.0, -0.0)), (1, 128, 0));
+        // Of two types the coarser counts, on whichever side.
+        let fine = Stored::of(&arr1(&[one_up]));
+        for found in [Difference::between(&fine, &stored(&[1.0])), Difference::between(&stored(&[1.0]), &fine)] {
+            assert_eq!(found.unwrap().ulps, 1);
+        }
         let tiny = f32::from(bf16::from_bits(1));
         assert_eq!(ulps(tiny, -tiny), 2);
     }
@@ -154,6 +159,10 @@ mod tests {
         for (b, at) in [([1.0, 3.0, 2.0, 0.0], 1), ([3.0, 1.0, 2.0, 1.0], 0), ([1.0, 2.0, 2.0, 1.0], 1)] {
             assert_eq!(Difference::between(&zeros, &of(&b)).unwrap().largest.unwrap().at, [at], "{b:?}");
         }
+        // By what they differ, not by their size.
+        let found = Difference::between(&of(&[3.0, 100.0]), &of(&[-4.0, 101.0])).unwrap();
+        assert_eq!(found.largest.unwrap().at, [0]);
+        assert!((found.relative_l2 - (50.0f64 / (16.0 + 10201.0)).sqrt()).abs() < 1e-15, "{}", found.relative_l2);
     }
 
     #[test]

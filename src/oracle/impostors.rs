@@ -263,6 +263,18 @@ mod tests {
         }
     }
 
+    /// What is off by roundings of f64 is the truth.
+    #[test]
+    fn a_known_wrong_result_that_is_the_truth_but_for_roundings_does_not_pass() {
+        for (off, passes) in [(1e-12, false), (1e-6, true)] {
+            let truth = [1e-3, -2e-3];
+            let other = truth.map(|value| value * (1.0 + off));
+            let mut impostors = Impostors::new(DType::F64, &[1, 2]);
+            impostors.look(&Piece { truth: &truth, bound: &[1e-5; 2], twin: None, others: &[("other", &other)] });
+            assert_eq!(impostors.finish().contains(&"other"), passes, "{off}");
+        }
+    }
+
     /// A constant of 0 would be the zeros.
     #[test]
     fn the_constant_is_the_root_mean_square_of_the_first_piece_that_is_not_0() {

@@ -347,6 +347,22 @@ mod tests {
     use crate::engine::RoundingModel;
     use crate::oracle::bound::numerics_of;
 
+    /// Midpoints by row and radii by column meet in their places.
+    #[test]
+    fn balls_are_rounded_however_midpoints_and_radii_lie_in_memory() {
+        let mid = Array2::from_shape_fn((3, 5), |(i, j)| (i * 5 + j) as f64 + 0.3);
+        let rad = Array2::from_shape_fn((3, 5), |(i, j)| ((i + 2 * j) as f64 + 1.0) * 1e-3);
+        let by_column = rad.t().as_standard_layout().into_owned().reversed_axes();
+        for measure in MEASURES {
+            let arithmetic = arithmetic(measure);
+            let rounded = Balls2 { mid: mid.clone(), rad: rad.clone() }.rounded(&arithmetic, &arithmetic.storage);
+            let other = Balls2 { mid: mid.clone(), rad: by_column.clone() };
+            assert_ne!(other.mid.strides(), other.rad.strides());
+            let other = other.rounded(&arithmetic, &arithmetic.storage);
+            assert_eq!((other.mid, other.rad), (rounded.mid, rounded.rad));
+        }
+    }
+
     const MEASURES: [Measure; 2] = [Measure::Worst, Measure::Deviation];
 
     fn arithmetic(measure: Measure) -> Arithmetic {

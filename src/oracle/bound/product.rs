@@ -262,6 +262,22 @@ mod tests {
         Array::from_shape_fn((rows, columns), |(i, j)| libm::sin((i * columns + j) as f64 * 0.7310585) * 3.0)
     }
 
+    /// The same matrix, column after column in memory.
+    fn by_column(matrix: &Array2<f64>) -> Array2<f64> {
+        matrix.t().as_standard_layout().into_owned().reversed_axes()
+    }
+
+    #[test]
+    fn a_number_is_rounded_up_to_the_next_f32_and_no_farther() {
+        for place in 0..10_000 {
+            let number = (1.0 + libm::sin(f64::from(place)).abs()) * libm::exp2(f64::from(place % 90) - 55.0);
+            let (up, fits) = upward(number);
+            assert!(fits && f64::from(up) >= number && f64::from(up.next_down()) < number, "{number}: {up}");
+        }
+        assert_eq!((upward(0.0), upward(1.0)), ((0.0, true), (1.0, true)));
+        assert!(!upward(1e-25).1 && !upward(1e20).1 && !upward(f64::INFINITY).1 && !upward(f64::NAN).1);
+    }
+
     fn product(a: ArrayView2<'_, f64>, b: ArrayView2<'_, f64>) -> Array2<f64> {
         super::product(&Pool::default(), a, b)
     }
@@ -278,24 +294,32 @@ mod tests {
         let expected = a.dot(&b);
         let near = |found: Array2<f64>| assert!((&found - &expected).iter().all(|off| off.abs() < 1e-12));
         near(product(a.view(), b.view()));
-        near(product(a.t().to_owned().t(), b.t().to_owned().t()));
+        let (by_column_a, by_column_b) = (by_column(&a), by_column(&b));
+        assert!(!by_column_a.is_standard_layout() && !by_column_b.is_standard_layout());
+        near(product(by_column_a.view(), by_column_b.view()));
         let mut wide = Array2::zeros((300, 140));
         wide.slice_mut(s![.., ..;2]).assign(&a);
         near(product(wide.slice(s![.., ..;2]), b.view()));
         assert_eq!(product(a.slice(s![..0, ..]), b.view()).dim(), (0, 33));
         assert_eq!(product(a.slice(s![.., ..0]), b.slice(s![..0, ..])), Array2::<f64>::zeros((300, 33)));
+        assert_eq!(product(a.view(), b.slice(s![.., ..0])).dim(), (300, 0));
+        // Of more rows than one task takes.
+        let tall = drawn(2 * ROWS + 77, 70);
+        let off = product(tall.view(), b.view()) - tall.dot(&b);
+        assert!(off.iter().all(|off| off.abs() < 1e-12));
     }
 
     #[test]
     fn weighed_numbers_stand_where_they_stood_however_they_lie_in_memory() {
         let (mids, rads) = (drawn(6, 9), drawn(6, 9).mapv(f64::abs));
-        let (turned, other_rads) = (mids.t().to_owned(), rads.t().to_owned());
+        let (turned, other_rads) = (by_column(&mids), by_column(&rads));
         let expected = &mids + &(2.0 * &rads);
         let weigh = |mid: f64, rad: f64| mid + 2.0 * rad;
         let numbers = |mid, rad| Weighed { mid, rad: Some(rad), weigh }.numbers(&Pool::default());
         assert_eq!(numbers(mids.view(), rads.view()), expected);
-        assert_eq!(numbers(turned.t(), other_rads.t()), expected);
-        assert_eq!(numbers(mids.view(), other_rads.t()), expected);
+        assert_eq!(numbers(turned.view(), other_rads.view()), expected);
+        assert_eq!(numbers(mids.view(), other_rads.view()), expected);
+        assert_eq!(numbers(turned.view(), rads.view()), expected);
         for (rows, columns) in [(-1, 1), (1, -1), (-1, -1), (2, 1), (1, 2)] {
             let view = |array: &Array2<f64>| array.slice(s![..;rows, ..;columns]).to_owned();
             let [mid, rad] = [&mids, &rads].map(|array| array.slice(s![..;rows, ..;columns]));

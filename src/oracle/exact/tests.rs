@@ -31,6 +31,20 @@ fn the_unit_of_a_product_is_the_product_of_the_units() {
 }
 
 #[test]
+fn every_element_that_differs_is_counted_and_the_first_is_named() {
+    let of = |values: &[f64]| {
+        let values = ArrayD::from_shape_vec(vec![1, values.len()], values.to_vec()).unwrap();
+        Results::from([(Output::O, Stored { dtype: DType::BF16, values })])
+    };
+    let expected = of(&[1.0, 0.0, 2.0, -3.0]);
+    let found = differences(&of(&[1.0, -0.0, 4.0, f64::NAN]), &expected).unwrap();
+    let first = Difference { output: Output::O, elements: 2, at: vec![0, 2], value: 4.0, expected: 2.0 };
+    assert_eq!(found, [first]);
+    assert_eq!(differences(&of(&[0.0; 4]), &expected).unwrap()[0].elements, 3);
+    assert!(differences(&expected, &expected).unwrap().is_empty());
+}
+
+#[test]
 fn a_sum_of_as_many_units_as_the_regime_has_is_refused_and_one_less_is_not() {
     for (units, exact) in [(UNITS - 1.0, true), (UNITS, false), (UNITS + 1.0, false)] {
         // An odd number and a bias of one unit.

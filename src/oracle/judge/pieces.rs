@@ -307,14 +307,14 @@ mod tests {
 
     #[test]
     fn the_median_is_of_the_bounds_of_what_is_judged() {
-        let mut judging = judging(&[1, 5]);
+        let mut judging = judging(&[1, 6]);
         let most = DType::F16.largest();
-        // Of the last two nothing is known, but for the one that is the largest number itself.
-        let truth = [1.0, -1.0, 1.0, most - 8.0, most - 8.0];
-        judging.look(0, &truth, &truth, &[1.0, 2.0, 3.0, 8.0, 9.0]);
+        // Nothing is known of the last two; the one before them may be the largest number itself.
+        let truth = [1.0, -1.0, 1.0, most - 8.0, most - 8.0, 8.0 - most];
+        judging.look(0, &truth, &truth, &[1.0, 2.0, 3.0, 8.0, 9.0, 9.0]);
         let rms = ((3.0 + (most - 8.0).powi(2)) / 4.0f64).sqrt();
         let judged = judging.finish();
-        assert_eq!((judged.skipped, judged.median_bound_over_rms), (1, 3.0 / rms));
+        assert_eq!((judged.skipped, judged.median_bound_over_rms), (2, 3.0 / rms));
     }
 
     #[test]

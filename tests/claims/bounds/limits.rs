@@ -1,6 +1,6 @@
 //! What a bound is where a sentence says it: numbers without any error, and numbers of which nothing is known.
 
-use ndarray::{Array1, Array2, arr2, arr3};
+use ndarray::{Array1, Array2, Array3, arr2, arr3};
 use sonicmoe::case::{Case, Pairing};
 use sonicmoe::engine::{Output, RoundingModel, RouterRounding};
 use sonicmoe::oracle::{bound, statistic};
@@ -46,6 +46,31 @@ fn biases_of_next_to_nothing_cost_the_terms_that_they_are_and_nothing_else() {
 }
 
 /// h = 2¹³⁰ − 2¹³⁰ is 0 in the truth, and ∞ − ∞ in an f32 accumulator.
+/// Under the eager model every partial sum is stored. 40000 − 40000 + 1 in f16 may come by 80000 for all that the sum
+/// of magnitudes says, and 65408 + 60 + 1 be rounded up beyond 65504.
+#[test]
+fn nothing_is_known_of_stored_partial_sums_that_may_leave_the_range() {
+    let pairs = (0..3).map(|expert| (TokenId(0), ExpertId(expert)));
+    let routing = Routing::new(1, 3, pairs).unwrap();
+    let layer = |y: [f64; 3]| {
+        // a = relu(1) = 1, and y of each expert its w2.
+        let gating = Gating::Given { routing: routing.clone(), scores: vec![1.0; 3] };
+        let w2 = Array3::from_shape_fn((3, 1, 1), |(expert, ..)| y[expert]);
+        Problem::new(arr2(&[[1.0]]), Array3::ones((3, 1, 1)), w2, None, gating, Activation::Relu, arr2(&[[1.0]]))
+            .unwrap()
+    };
+    let numerics = numerics(DType::F16, RoundingModel::Eager, RouterRounding::Score);
+    for (y, known) in [
+        ([40000.0, -40000.0, 1.0], false),
+        ([20000.0, -20000.0, 1.0], true),
+        ([65408.0, 60.0, 1.0], false),
+        ([30000.0, 30000.0, 1.0], true),
+    ] {
+        let o = &bound::layer(&layer(y), &routing, &numerics).unwrap()[&Output::O];
+        assert_eq!(o.bound[[0, 0]].is_finite(), known, "{y:?}: {o:?}");
+    }
+}
+
 #[test]
 fn nothing_is_known_of_a_sum_that_may_overflow_on_its_way() {
     let x = arr2(&[[libm::exp2(70.0), libm::exp2(70.0)]]);

@@ -285,6 +285,13 @@ fn a_routing_of_other_tokens_than_the_results_is_refused() {
     let other = Routing::new(191, 6, []).unwrap();
     let error = kernel::kernels(&problem, &other, &results, &numerics).unwrap_err().to_string();
     assert!(error.contains("`routing` has shape [191, 6], expected [192, 6]"), "{error}");
+    // Where the pairs are given, others of the same sizes are others.
+    let given = case().with_pairing(Pairing::TopK).problem::<f64>().unwrap();
+    let Gating::Given { routing, .. } = given.gating() else { panic!("given pairs") };
+    assert!(bound::layer(&given, routing, &numerics).is_ok());
+    let fewer = Routing::new(192, 6, [(TokenId(0), ExpertId(0))]).unwrap();
+    let error = bound::layer(&given, &fewer, &numerics).unwrap_err().to_string();
+    assert!(error.contains("pass its own routing"), "{error}");
 }
 
 /// What is asked for by name has the same truths and limits as among all, by both measures.

@@ -26,6 +26,17 @@ fn a_stored_logit_of_infinity_makes_every_score_of_its_token_unknown() {
     assert!(p[0].rad > 0.0 && p[0].rad < 1e-4, "{p:?}");
 }
 
+/// Of a score that is 0 what may have underflowed is left, in the router's type and in exp.
+#[test]
+fn a_renormalized_score_of_nothing_errs_by_what_underflows() {
+    let arithmetic = arithmetic(Measure::Worst);
+    let found = renormalized(&arithmetic, vec![Ball::exact(0.0), Ball::exact(1.0)], 5);
+    let underflow = arithmetic.router.underflow + arithmetic.function_underflow;
+    assert_eq!(found[0], Ball { mid: 0.0, rad: 10.0 * underflow });
+    let relative = 1.02 * (3.0 * arithmetic.router.unit + 4.0 * arithmetic.accumulate.unit);
+    assert_eq!(found[1], Ball { mid: 1.0, rad: relative + 10.0 * underflow });
+}
+
 /// A masked expert is as if it were not there.
 #[test]
 fn masked_logits_cost_the_others_nothing() {
