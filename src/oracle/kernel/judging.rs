@@ -161,3 +161,39 @@ fn shape_of(output: Output, model: &Model<'_, '_>) -> Vec<usize> {
         _ => vec![r, d],
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Record;
+    use crate::case::{Case, Load, Pairing};
+    use crate::oracle::kernel::each;
+    use crate::sonic::cpu::CpuEngine;
+    use crate::{Convention, Engine, Problem};
+
+    /// Wherever the judge stops: at a result as a whole, of an expert, or of some tokens.
+    #[test]
+    fn nothing_is_judged_after_the_first_error_of_the_judge() {
+        let pairing = Pairing::Router { convention: Convention::SoftmaxOverTopK, load: Load::Biased };
+        let case = Case::new("20,12,10,4,2".parse().unwrap()).with_biases().with_pairing(pairing);
+        let problem: Problem<'_, f32> = case.problem().unwrap();
+        let engine = CpuEngine::<f32>::new();
+        let outcome = crate::run(&engine, &problem, Record::Intermediates).unwrap();
+        let (wide, numerics) = (problem.widen(), Engine::<f32>::numerics(&engine));
+        let judged = |errors_at: usize| {
+            let mut pieces = 0;
+            let outcome = each(&wide, &outcome.routing, &outcome.results, &numerics, &|_| true, &mut |_| {
+                pieces += 1;
+                if pieces == errors_at { Err(Error::internal("the judge stops")) } else { Ok(()) }
+            });
+            (pieces, outcome.map_err(|error| error.to_string()))
+        };
+        let (all, outcome) = judged(usize::MAX);
+        assert_eq!(outcome, Ok(()));
+        for errors_at in 1..=all {
+            let (pieces, outcome) = judged(errors_at);
+            assert_eq!(pieces, errors_at);
+            assert!(outcome.unwrap_err().contains("the judge stops"));
+        }
+    }
+}

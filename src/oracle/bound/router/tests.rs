@@ -126,3 +126,44 @@ fn a_quotient_is_unknown_where_its_divisor_may_be_zero() {
         assert!(by(far).is_finite(), "{measure:?}");
     }
 }
+
+/// g/Σp, −Σ g·(s/Σp), their sum, and the backward of the softmax over all experts, each stored in f16: what
+/// they leave on experts that were not chosen is within the bound, as is s(g − Σgs) on those that were.
+#[test]
+fn both_formulas_of_a_renormalized_score_are_within_its_gradients_bound() {
+    let round = |value: f64| DType::F16.round(value);
+    let arithmetic = arithmetic(Measure::Worst);
+    let (chosen, mut left) = ([3, 0], 0.0f64);
+    for case in 0..64 {
+        let logits = [0.3, -0.7, 0.11, 0.9].map(|logit| logit * (1.0 + f64::from(case) / 17.0));
+        let total: f64 = logits.iter().map(|&logit| libm::exp(logit)).sum();
+        let p = logits.map(|logit| round(libm::exp(logit) / total));
+        let of_chosen = round(p[3] + p[0]);
+        let s = chosen.map(|expert| round(p[expert] / of_chosen));
+        let g = [1.3, -0.4 - f64::from(case)].map(round);
+        let balls = |values: &[f64]| values.iter().map(|&value| Ball::exact(value)).collect::<Vec<_>>();
+        let bound = renormalized_backward(&arithmetic, &balls(&p), &chosen, &balls(&s), &balls(&g));
+
+        let shift = round(s.iter().zip(g).map(|(&s, g)| round(g * round(s / of_chosen))).sum());
+        let mut dp = [0.0; 4];
+        for (expert, g) in chosen.into_iter().zip(g) {
+            dp[expert] = round(round(g / of_chosen) - shift);
+        }
+        let mean = round(p.iter().zip(dp).map(|(&p, dp)| round(p * dp)).sum());
+        let by_operation: [f64; 4] = std::array::from_fn(|expert| round(p[expert] * round(dp[expert] - mean)));
+        for (expert, (found, ball)) in by_operation.into_iter().zip(&bound).enumerate() {
+            assert!((found - ball.mid).abs() <= ball.rad, "{case}, {expert}: {found} is not in {ball:?}");
+            if !chosen.contains(&expert) {
+                assert_eq!(ball.mid, 0.0);
+                left = left.max(found.abs() / ball.rad);
+            }
+        }
+        let mean: f64 = s.iter().zip(g).map(|(s, g)| s * g).sum();
+        for ((expert, s), g) in chosen.into_iter().zip(s).zip(g) {
+            let (direct, ball) = (round(s * round(g - mean)), bound[expert]);
+            assert!((direct - ball.mid).abs() <= ball.rad, "{case}, {expert}: {direct} is not in {ball:?}");
+        }
+    }
+    // And the bound is no wider than it has to be.
+    assert!(left > 0.05, "{left}");
+}
