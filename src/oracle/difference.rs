@@ -128,8 +128,14 @@ mod tests {
         for found in [Difference::between(&fine, &stored(&[1.0])), Difference::between(&stored(&[1.0]), &fine)] {
             assert_eq!(found.unwrap().ulps, 1);
         }
-        let tiny = f32::from(bf16::from_bits(1));
-        assert_eq!(ulps(tiny, -tiny), 2);
+        for dtype in [DType::BF16, DType::F16, DType::F32, DType::F64] {
+            let of = |value| Stored { dtype, values: arr1(&[value]).into_dyn() };
+            let ulps = |a, b| Difference::between(&of(a), &of(b)).unwrap().ulps;
+            // Half of it is no f64.
+            let tiny = dtype.underflow() * if dtype == DType::F64 { 1.0 } else { 2.0 };
+            let found = (ulps(tiny, -tiny), ulps(-1.0, -1.0 - 2.0 * dtype.unit_roundoff()));
+            assert_eq!(found, (2, 1), "{dtype}");
+        }
     }
 
     #[test]

@@ -283,6 +283,7 @@ impl FromStr for GroupedSigmoid {
 mod tests {
     use super::*;
     use ndarray::{arr1, arr2};
+    use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
 
     const FOUR_GROUPS: GroupedSigmoid = GroupedSigmoid { groups: 4, kept: 2, renormalized: true, factor: 2.5 };
 
@@ -306,6 +307,23 @@ mod tests {
         assert_eq!(chosen(&[0.5; 8], None, 4, &FOUR_GROUPS), [0, 1, 2, 3]);
         let logits = [0.0, 0.0, 1.0, 2.0, 2.0, 1.0, 1.0, 2.0];
         assert_eq!(chosen(&logits, None, 3, &FOUR_GROUPS), [3, 4, 2]);
+        // With the bug planted, to the larger: of groups, then of experts.
+        let larger = best_inside_groups(&logits, 3, &FOUR_GROUPS, Some(Mutant::GroupTieToLargerId));
+        assert_eq!(larger, [7, 4, 6]);
+    }
+
+    #[test]
+    fn equal_routers_have_one_hash_and_different_ones_have_others() {
+        let hash = |router: GroupedSigmoid| BuildHasherDefault::<DefaultHasher>::default().hash_one(router);
+        let of_zero = |factor| hash(GroupedSigmoid { factor, ..FOUR_GROUPS });
+        assert_eq!(of_zero(0.0), of_zero(-0.0));
+        let changed = [
+            GroupedSigmoid { groups: 2, ..FOUR_GROUPS },
+            GroupedSigmoid { kept: 1, ..FOUR_GROUPS },
+            GroupedSigmoid { renormalized: false, ..FOUR_GROUPS },
+            GroupedSigmoid { factor: 1.0, ..FOUR_GROUPS },
+        ];
+        assert!(changed.into_iter().all(|router| hash(router) != hash(FOUR_GROUPS)));
     }
 
     #[test]
@@ -335,8 +353,9 @@ mod tests {
             assert!(error.contains(reason), "{router}: {error}");
         }
         assert!(grouped_top_k(arr2(&[[f64::NAN, 0.0]]).view(), None, 1, &with(1, 1)).is_err());
-        let bias = arr1(&[0.0, f64::INFINITY]);
-        assert!(grouped_top_k(arr2(&[[0.0, 0.0]]).view(), Some(bias.view()), 1, &with(1, 1)).is_err());
+        let bias = arr1(&[0.0, f64::INFINITY, 1.0, f64::NAN]);
+        let error = grouped_top_k(arr2(&[[0.0; 4]]).view(), Some(bias.view()), 1, &with(1, 1)).unwrap_err();
+        assert!(error.to_string().contains("`selection_bias` holds inf at [1]"), "{error}");
     }
 
     #[test]

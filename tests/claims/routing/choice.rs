@@ -261,8 +261,8 @@ fn a_choice_from_elsewhere_is_checked() {
     );
     assert!(error(1, experts(&[[0, 1]])).starts_with("K = 2"));
     assert_eq!(
-        error(4, experts(&[[0, 1, 2], [1, 2, 0], [3, 0, 3]])),
-        "token 2 is sent to expert 3 twice (pairs 6 and 8); a pair may appear once"
+        error(4, experts(&[[0, 1, 2], [1, 2, 0], [3, 0, 2], [2, 3, 3]])),
+        "token 3 is sent to expert 3 twice (pairs 10 and 11); a pair may appear once"
     );
     assert!(Choice::new(4, experts(&[[1, 0], [0, 1]])).is_ok());
     assert!(Choice::new(4, experts(&[[0, 1, 2], [1, 2, 0], [3, 0, 2]])).is_ok());
@@ -276,6 +276,8 @@ fn the_certificate_names_each_kind_of_corruption() {
 
     let of_array = "expert ids";
     assert_eq!(judge([1, 2, 2]), Violation::Duplicate { token: 0, expert: 2, first: 1, second: 2 });
+    let of_second = only(certify_choice(logits.view(), 3, experts(&[[1, 2, 3], [4, 3, 3]]).view()));
+    assert_eq!(of_second, Violation::Duplicate { token: 1, expert: 3, first: 4, second: 5 });
     assert_eq!(judge([1, 2, 9]), Violation::OutOfRange { array: of_array, at: 2, id: 9, limit: 5 });
     assert_eq!(judge([1, 2, u32::MAX]), Violation::OutOfRange { array: of_array, at: 2, id: 0xffff_ffff, limit: 5 });
     assert_eq!(judge([1, 2, 4]), Violation::Masked { token: 0, rank: 2, expert: 4 });
