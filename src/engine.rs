@@ -124,6 +124,28 @@ impl Output {
     pub const INTERMEDIATES: [Self; 8] =
         [Self::H, Self::A, Self::Y, Self::Dh, Self::APrime, Self::DxExpanded, Self::Logits, Self::Scores];
 
+    /// The shape of the result in this problem with R = `routed` pairs. Of a shared expert's projections the
+    /// problem is the shared expert's own layer.
+    pub(crate) fn shape(self, problem: &Problem<'_, f64>, routed: usize) -> Vec<usize> {
+        let (t, d, n, e) = (problem.t(), problem.d(), problem.n(), problem.e());
+        let width = problem.h_width();
+        match self {
+            Self::O | Self::Dx => vec![t, d],
+            Self::Dw1 => vec![e, width, d],
+            Self::Dw2 => vec![e, d, n],
+            Self::Db1 => vec![e, width],
+            Self::Db2 | Self::DrouterW => vec![e, d],
+            Self::DrouterB => vec![e],
+            Self::Ds | Self::Scores => vec![routed],
+            Self::Dlogits | Self::Logits => vec![t, e],
+            Self::DsharedGate | Self::DsharedUp => vec![n, d],
+            Self::DsharedDown => vec![d, n],
+            Self::H | Self::Dh => vec![routed, width],
+            Self::A | Self::APrime => vec![routed, n],
+            Self::Y | Self::DxExpanded => vec![routed, d],
+        }
+    }
+
     /// The name used in dumps and reports.
     pub fn name(self) -> &'static str {
         match self {

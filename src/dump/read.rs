@@ -342,26 +342,17 @@ impl Reader<'_> {
 
 /// The shape that a result has, or `None` where this problem has no such result.
 fn shape_of(output: Output, problem: &Problem<'_, f64>, shared: Option<&Problem<'_, f64>>) -> Option<Vec<usize>> {
-    let (t, d, n, e) = (problem.t(), problem.d(), problem.n(), problem.e());
-    let (r, width) = (problem.routed(), problem.h_width());
-    let behind_router = problem.router_w().is_some();
-    match output {
-        Output::O | Output::Dx => Some(vec![t, d]),
-        Output::Dw1 => Some(vec![e, width, d]),
-        Output::Dw2 => Some(vec![e, d, n]),
-        Output::Db1 => problem.b1().map(|_| vec![e, width]),
-        Output::Db2 => problem.b2().map(|_| vec![e, d]),
-        Output::Ds => Some(vec![r]),
-        Output::Dlogits | Output::Logits => behind_router.then(|| vec![t, e]),
-        Output::DrouterW => behind_router.then(|| vec![e, d]),
-        Output::DrouterB => problem.router_b().map(|_| vec![e]),
-        Output::H | Output::Dh => Some(vec![r, width]),
-        Output::A | Output::APrime => Some(vec![r, n]),
-        Output::Y | Output::DxExpanded => Some(vec![r, d]),
-        Output::Scores => behind_router.then(|| vec![r]),
-        Output::DsharedGate | Output::DsharedUp => shared.map(|shared| vec![shared.n(), d]),
-        Output::DsharedDown => shared.map(|shared| vec![d, shared.n()]),
-    }
+    let routed = problem.routed();
+    let has = match output {
+        Output::DsharedGate | Output::DsharedUp | Output::DsharedDown => {
+            return Some(output.shape(shared?, routed));
+        }
+        Output::Db1 | Output::Db2 => problem.biases().is_some(),
+        Output::Dlogits | Output::Logits | Output::DrouterW | Output::Scores => problem.router_w().is_some(),
+        Output::DrouterB => problem.router_b().is_some(),
+        _ => true,
+    };
+    has.then(|| output.shape(problem, routed))
 }
 
 /// A file of a megabyte can describe a layer whose truth takes terabytes: R grows with T·K where the file

@@ -91,7 +91,7 @@ impl<'r, 'p> Bounds<'r, 'p> {
         compute: impl Fn(&Midpoints<'_>, ExpertId) -> ([Balls2; N], V) + Sync,
     ) -> Vec<V> {
         let (model, buffers) = (self.model, self.buffers);
-        let shapes = outputs.map(|output| shape_of(output, model));
+        let shapes = outputs.map(|output| output.shape(model.problem, model.routing.routed()));
         for (output, shape) in outputs.iter().zip(&shapes) {
             self.look(kernel, *output, shape, 0, [Some(&[]), Some(&[])]);
         }
@@ -146,19 +146,6 @@ impl<'r, 'p> Bounds<'r, 'p> {
                 self.look(kernel, output, &shape, piece.start * columns, [mid.as_slice(), rad.as_slice()]);
             }
         }
-    }
-}
-
-/// Of a result that comes by expert.
-fn shape_of(output: Output, model: &Model<'_, '_>) -> Vec<usize> {
-    let (problem, r) = (model.problem, model.routing.routed());
-    let (d, n, e, width) = (problem.d(), problem.n(), problem.e(), problem.h_width());
-    match output {
-        Output::Dw1 => vec![e, width, d],
-        Output::Dw2 => vec![e, d, n],
-        Output::H | Output::Dh => vec![r, width],
-        Output::A | Output::APrime => vec![r, n],
-        _ => vec![r, d],
     }
 }
 

@@ -45,7 +45,6 @@ fn biases_of_next_to_nothing_cost_the_terms_that_they_are_and_nothing_else() {
     }
 }
 
-/// h = 2¹³⁰ − 2¹³⁰ is 0 in the truth, and ∞ − ∞ in an f32 accumulator.
 /// Under the eager model every partial sum is stored. 40000 − 40000 + 1 in f16 may come by 80000 for all that the sum
 /// of magnitudes says, and 65408 + 60 + 1 be rounded up beyond 65504.
 #[test]
@@ -71,6 +70,7 @@ fn nothing_is_known_of_stored_partial_sums_that_may_leave_the_range() {
     }
 }
 
+/// h = 2¹³⁰ − 2¹³⁰ is 0 in the truth, and ∞ − ∞ in an f32 accumulator.
 #[test]
 fn nothing_is_known_of_a_sum_that_may_overflow_on_its_way() {
     let x = arr2(&[[libm::exp2(70.0), libm::exp2(70.0)]]);

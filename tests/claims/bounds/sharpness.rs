@@ -273,7 +273,7 @@ fn a_result_of_another_shape_is_refused_by_its_kernel() {
     for output in results.keys() {
         let mut wrong = results.clone();
         let stored = wrong.get_mut(output).unwrap();
-        stored.values = stored.values.slice_axis(ndarray::Axis(0), (1..).into()).to_owned();
+        stored.values = stored.values.slice_axis(Axis(0), (1..).into()).to_owned();
         let error = kernel::kernels(&problem, &routing, &wrong, &numerics).unwrap_err().to_string();
         assert!(error.contains(&format!("`{output}`")), "{output}: {error}");
     }
