@@ -135,6 +135,14 @@ mod tests {
     use super::*;
 
     #[test]
+    fn places_are_counted_in_row_major_order_whatever_the_lengths() {
+        for shape in [[1, 1, 1], [2, 1, 3], [1, 4, 1], [3, 2, 2]] {
+            let in_order = ndarray::indices(shape).into_iter().enumerate();
+            in_order.for_each(|(place, (i, j, k))| assert_eq!(coordinates(place, &shape), [i, j, k], "{shape:?}"));
+        }
+    }
+
+    #[test]
     fn a_stripe_of_columns_is_one_cluster_along_its_axis_only() {
         let shape = [2, 4, 64];
         let mut tally = Tally::new(&shape);

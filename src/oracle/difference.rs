@@ -142,9 +142,15 @@ mod tests {
     fn zeros_of_two_signs_and_two_nans_are_not_the_same_bits() {
         let of = |values: &[f32]| Stored::of(&arr1(values));
         let signs = Difference::between(&of(&[0.0]), &of(&[-0.0])).unwrap();
-        assert_eq!((signs.differing, signs.relative_l2), (1, 0.0));
+        assert_eq!((signs.differing, signs.relative_l2, signs.is_bitwise_equal()), (1, 0.0, false));
+        assert!(Difference::between(&of(&[-0.0, 2.0]), &of(&[-0.0, 2.0])).unwrap().is_bitwise_equal());
         let nan = Difference::between(&of(&[f32::NAN, 1.0]), &of(&[f32::NAN, f32::NAN])).unwrap();
         assert_eq!((nan.differing, nan.not_finite), (1, 1));
+        for (a, b) in [(f32::INFINITY, 1.0), (1.0, f32::INFINITY), (f32::NAN, 1.0), (f32::NEG_INFINITY, f32::INFINITY)]
+        {
+            let found = Difference::between(&of(&[a, 2.0]), &of(&[b, 2.0])).unwrap();
+            assert_eq!((found.differing, found.not_finite, found.ulps, found.largest), (1, 1, 0, None), "{a}, {b}");
+        }
         assert!(Difference::between(&of(&[1.0]), &of(&[1.0, 2.0])).is_none());
     }
 
@@ -175,7 +181,10 @@ mod tests {
     fn a_difference_within_both_bounds_has_a_ratio_of_at_most_one() {
         let of = |values: &[f64]| arr1(values).into_dyn();
         assert_eq!(largest_ratio(&of(&[1.0, 2.0]), &of(&[1.5, 2.0]), &of(&[0.5, 0.0])), 1.0);
-        assert_eq!(largest_ratio(&of(&[f64::NAN]), &of(&[1.0]), &of(&[1.0])), f64::INFINITY);
+        for (a, b) in [(f64::NAN, 1.0), (1.0, f64::NAN), (f64::INFINITY, 1.0), (f64::INFINITY, f64::NEG_INFINITY)] {
+            assert_eq!(largest_ratio(&of(&[a]), &of(&[b]), &of(&[1.0])), f64::INFINITY, "{a}, {b}");
+        }
+        assert_eq!(largest_ratio(&of(&[f64::INFINITY]), &of(&[f64::INFINITY]), &of(&[1.0])), 0.0);
         assert_eq!(largest_ratio(&of(&[3.0]), &of(&[1.0]), &of(&[f64::INFINITY])), 0.0);
         assert_eq!(largest_ratio(&of(&[f64::NAN]), &of(&[1.0]), &of(&[f64::INFINITY])), 0.0);
         assert_eq!(largest_ratio(&of(&[f64::NAN]), &of(&[f64::NAN]), &of(&[1.0])), 0.0);

@@ -21,7 +21,6 @@ use ndarray::{
     Array, Array1, Array2, Array3, ArrayD, ArrayView1, ArrayView2, Axis, Dimension, IntoDimension, ShapeError, s,
 };
 
-use super::bound::check_routing;
 use crate::activation::Activation;
 use crate::element::DType;
 use crate::engine::{Output, Results, Stored};
@@ -69,7 +68,6 @@ pub fn expected(problem: &Problem<'_, f64>, storage: DType) -> Result<Results> {
     if storage == DType::F64 {
         return Err(Error::unknown("storage type of the exact regime", "f64", ["bf16", "f16", "f32"]));
     }
-    check_routing(problem, routing)?;
     let layer = Layer { problem, routing, scores: routing.to_rows(scores), storage };
     let results = layer.results()?;
     layer.no_row_is_zero(&results)?;

@@ -68,6 +68,15 @@ mod tests {
     use super::*;
 
     #[test]
+    fn rows_and_columns_are_axes_of_their_own() {
+        let mut map = HeatMap::new(["token", "column"], [2, 3]);
+        map.add([1, 2], 0.5);
+        map.add([0, 1], 0.25);
+        let worst = |row| [0, 1, 2].map(|column| map.worst(row, column));
+        assert_eq!([worst(0), worst(1)], [[None, Some(0.25), None], [None, None, Some(0.5)]]);
+    }
+
+    #[test]
     fn every_index_falls_into_the_bin_whose_extent_holds_it() {
         let wide = HeatMap::new(["token", "column"], [3, 1000]);
         assert_eq!((wide.bins(), HeatMap::new(["token", "column"], [1000, 3]).bins()), ([3, 96], [48, 3]));

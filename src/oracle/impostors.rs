@@ -225,6 +225,9 @@ pub(crate) fn biases(leanings: &[Leaning]) -> impl Iterator<Item = (usize, super
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::case::{Case, Pairing};
+    use crate::engine::{Output, RoundingModel};
+    use crate::oracle::bound::numerics_of;
 
     /// Three rows of two, and a bound that some impostors are within.
     fn passing(bound: [f64; 6], ends: &[usize]) -> Vec<&'static str> {
@@ -233,15 +236,75 @@ mod tests {
 
     /// The same in some unit.
     fn passing_in(unit: f64, bound: [f64; 6], ends: &[usize]) -> Vec<&'static str> {
+        let judged = [None, Some(10.0)].map(|deviation| passing_of(&[3, 2], unit, bound, ends, deviation));
+        assert_eq!(judged[0], judged[1], "a bias that deviations explain rejects nothing");
+        for shape in [&[3, 2, 1][..], &[3, 1, 2]] {
+            assert_eq!(judged[0], passing_of(shape, unit, bound, ends, None), "{shape:?}");
+        }
+        let [judged, _] = judged;
+        judged
+    }
+
+    /// The same as rows of some shape, where bias judges or does not.
+    fn passing_of(
+        shape: &[usize],
+        unit: f64,
+        bound: [f64; 6],
+        ends: &[usize],
+        deviation: Option<f64>,
+    ) -> Vec<&'static str> {
         let (truth, swapped) = ([1.0, -2.0, 1.5, -1.0, 0.5, -1.5], [1.0, -2.0, 1.25, -1.0, 0.5, -1.5]);
         let [truth, swapped, bound] = [truth, swapped, bound].map(|numbers| numbers.map(|number| number * unit));
-        let mut impostors = Impostors::new(DType::F32, &[3, 2]);
+        let mut impostors = Impostors::new(DType::F32, shape);
+        if deviation.is_some() {
+            impostors = impostors.judged_by(leaning(Output::O, shape), 2);
+        }
+        let random = [deviation.unwrap_or(0.0) * unit; 6];
         for ends in ends.windows(2) {
             let piece = ends[0]..ends[1];
             let (truth, bound) = (&truth[piece.clone()], &bound[piece.clone()]);
-            impostors.look(&Piece { truth, bound, twin: None, others: &[("swapped", &swapped[piece.clone()])] });
+            let (random, systematic) = (&random[piece.clone()], &[0.0; 6][piece.clone()]);
+            let twin = deviation.is_some().then_some(TwinPiece { truth, random, systematic });
+            impostors.look(&Piece { truth, bound, twin, others: &[("swapped", &swapped[piece.clone()])] });
         }
         impostors.finish()
+    }
+
+    /// Nothing seen yet of a result of a small layer with given pairs.
+    fn leaning(output: Output, shape: &[usize]) -> Leaning {
+        let problem = Case::new("3,8,2,2,1".parse().unwrap()).with_pairing(Pairing::TopK).problem::<f64>().unwrap();
+        let numerics = numerics_of(DType::F32, RoundingModel::Fused);
+        Leaning::new(output, (&problem, &numerics), DType::F32, shape)
+    }
+
+    /// Both are within the bound; whether they may lean so far is asked towards 0 and towards each other result.
+    #[test]
+    fn an_impostor_that_leans_farther_than_deviations_explain_does_not_pass() {
+        let of = |truth: [f64; 4], others: &[(&'static str, &[f64])], deviation: f64| {
+            let unbiased = leaning(Output::Ds, &[4]);
+            let mut impostors = Impostors::new(DType::F32, &[4]).judged_by(unbiased, 1 + others.len());
+            let twin = TwinPiece { truth: &truth, random: &[deviation; 4], systematic: &[0.0; 4] };
+            impostors.look(&Piece { truth: &truth, bound: &[1.5; 4], twin: Some(twin), others });
+            impostors.finish()
+        };
+        for (deviation, passes) in [(1.0, true), (1e-3, false)] {
+            // The zeros lean to 0 alone.
+            assert_eq!(of([1.0; 4], &[], deviation).contains(&ZEROS), passes, "{deviation}");
+            // Half above numbers whose sum is 0 leans to nothing but itself.
+            let truth = [1.0, -2.0, 2.0, -1.0];
+            let others: &[(&'static str, &[f64])] = &[("half above", &truth.map(|number| number + 0.5))];
+            assert_eq!(of(truth, others, deviation).contains(&"half above"), passes, "{deviation}");
+        }
+    }
+
+    /// Where there is no root mean square but 0, the constant is 1.
+    #[test]
+    fn beside_zeros_the_constant_is_one() {
+        for (bound, passes) in [(1.0, true), (0.75, false)] {
+            let mut impostors = Impostors::new(DType::F32, &[1, 2]);
+            impostors.look(&Piece { truth: &[0.0; 2], bound: &[bound; 2], twin: None, others: &[] });
+            assert_eq!(impostors.finish().contains(&CONSTANT), passes, "{bound}");
+        }
     }
 
     #[test]
@@ -279,9 +342,7 @@ mod tests {
     #[test]
     fn the_constant_is_the_root_mean_square_of_the_first_piece_that_is_not_0() {
         let mut impostors = Impostors::new(DType::F32, &[4, 2]);
-        for (truth, constant) in
-            [([0.0, 0.0], None), ([6.0, -8.0], Some(50.0f64.sqrt())), ([1.0, 1.0], Some(50.0f64.sqrt()))]
-        {
+        for (truth, constant) in [([0.0, 0.0], None), ([0.5, -0.5], Some(0.5)), ([6.0, -8.0], Some(0.5))] {
             impostors.look(&Piece { truth: &truth, bound: &[9.0; 2], twin: None, others: &[] });
             assert_eq!(impostors.constant, constant);
         }

@@ -184,6 +184,7 @@ mod tests {
         assert!(judged(&[-0.0, 2.0], &[0.0, 2.0], &[0.0, 0.0]).passes());
         let off = judged(&[f32::from_bits(1)], &[0.0], &[0.0]);
         assert_eq!((off.failing, off.ratio()), (1, f64::INFINITY));
+        assert_eq!(judged(&[-0.0, 2.0], &[0.0, 2.0], &[0.0, 0.0]).worst.unwrap().ratio, 0.0);
     }
 
     #[test]
@@ -286,6 +287,33 @@ mod tests {
         assert_eq!(judgement.worst.as_ref().map(|worst| &worst.at[..]), Some(&[2, 60][..]));
         assert_eq!(judgement.heat.worst(2, judgement.heat.bin(1, 60)), Some(6.0));
         assert!(judgement.to_string().contains("4 of 64 in columns 48..64"), "{judgement}");
+    }
+
+    #[test]
+    fn what_was_not_judged_and_the_worst_element_are_said() {
+        assert_eq!(
+            judged(&[1.0, -2.0], &[1.0, -2.0], &[0.5, 0.25]).to_string().split(';').next(),
+            Some("ds: 0 of 2 elements fail")
+        );
+        let some = judged(&[1.0, 3.0, 5.0], &[1.0, 2.0, f64::INFINITY], &[0.5, 0.25, 0.0]).to_string();
+        let said = "ds: 1 of 3 elements fail, 1 were not judged (beyond the type's range); worst at [1]: 3e0, \
+                    truth 2e0, bound 2.500e-1, ratio 4.000";
+        assert!(some.starts_with(said), "{some}");
+    }
+
+    #[test]
+    fn an_order_that_does_not_fit_axis_1_is_refused() {
+        let bounded = Bounded { truth: Array2::zeros((2, 3)).into_dyn(), bound: Array2::zeros((2, 3)).into_dyn() };
+        let stored = Stored::of(&Array2::<f32>::zeros((2, 3)));
+        assert!(judge_with(Output::H, &stored, &bounded, Some(&[2, 1, 0])).is_ok());
+        assert!(judge_with(Output::H, &stored, &bounded, Some(&[1, 0])).is_err());
+    }
+
+    #[test]
+    fn a_bound_of_another_shape_than_its_truth_is_refused() {
+        let bounded = Bounded { truth: arr1(&[1.0, 2.0]).into_dyn(), bound: arr1(&[1.0]).into_dyn() };
+        let error = judge(Output::Ds, &Stored::of(&arr1(&[1.0f32, 2.0])), &bounded).unwrap_err().to_string();
+        assert!(error.contains("ds: truth of [2], bound of [1]"), "{error}");
     }
 
     #[test]

@@ -131,7 +131,7 @@ pub fn gate_and_up_swapped(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ndarray::arr2;
+    use ndarray::{arr1, arr2};
 
     fn passing_under(bound: f64, others: &[Impostor<'_>]) -> Vec<&'static str> {
         let truth = arr2(&[[1.0, -2.0], [3.0, 0.5]]).into_dyn();
@@ -153,6 +153,28 @@ mod tests {
         let others = [("the previous case's output", &stale), ("of another case", &other_shape)];
         assert!(passing_under(0.9, &others).is_empty());
         assert_eq!(passing_under(1.1, &others), ["the previous case's output"]);
+    }
+
+    #[test]
+    fn the_other_oracles_see_the_constant_that_passes() {
+        for (truth, constant) in [([0.0, 0.0], 1.0), ([3.0, -3.0], 3.0)] {
+            let bounded = Bounded { truth: arr1(&truth).into_dyn(), bound: arr1(&[8.0; 2]).into_dyn() };
+            let mut seen = std::cell::RefCell::new(Vec::new());
+            passing(Output::Ds, DType::F32, &bounded, &[], |stored| {
+                seen.borrow_mut().push(stored.values.clone());
+                Ok(true)
+            })
+            .unwrap();
+            let expected = arr1(&[constant; 2]).into_dyn();
+            assert!(seen.get_mut().contains(&expected), "{seen:?}");
+        }
+    }
+
+    #[test]
+    fn a_bound_of_another_shape_than_its_truth_is_refused() {
+        let bounded = Bounded { truth: arr2(&[[1.0, 2.0]]).into_dyn(), bound: arr2(&[[1.0], [2.0]]).into_dyn() };
+        let error = passing(Output::O, DType::F32, &bounded, &[], |_| Ok(true)).unwrap_err().to_string();
+        assert!(error.contains("o: truth of [1, 2], bound of [2, 1]"), "{error}");
     }
 
     #[test]

@@ -356,6 +356,9 @@ mod tests {
         let bias = arr1(&[0.0, f64::INFINITY, 1.0, f64::NAN]);
         let error = grouped_top_k(arr2(&[[0.0; 4]]).view(), Some(bias.view()), 1, &with(1, 1)).unwrap_err();
         assert!(error.to_string().contains("`selection_bias` holds inf at [1]"), "{error}");
+        let bias = arr1(&[0.0; 3]);
+        let error = grouped_top_k(arr2(&[[0.0; 4]]).view(), Some(bias.view()), 1, &with(1, 1)).unwrap_err();
+        assert!(error.to_string().contains("`selection_bias` has shape [3], expected [4]"), "{error}");
     }
 
     #[test]

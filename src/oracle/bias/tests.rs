@@ -164,9 +164,11 @@ fn leans_in_pieces_as_a_whole(output: Output, problem: &Problem<'_, f64>, twin: 
     let (Group::Whole, whole) = &signed[0] else { panic!("the whole comes first") };
     assert!((towards.beta - whole.beta).abs() < 1e-9 * whole.beta.abs(), "{output}: {towards:?}, {whole:?}");
     assert!((towards.z - whole.z).abs() < 1e-9 * whole.z, "{output}: {towards:?}, {whole:?}");
-    let mut first = truth.clone();
-    first.as_slice_mut().unwrap()[0] += 1.0;
-    assert!(same(&values, &first).is_some(), "{output}: only the first element is wrong");
+    for (at, off) in [(0, 1.0), (0, -1.0), (truth.len() - 1, 1.0), (truth.len() - 1, -1.0)] {
+        let mut one = truth.clone();
+        one.as_slice_mut().unwrap()[at] += off;
+        assert!(same(&values, &one).is_some(), "{output}: only element {at} is wrong, by {off}");
+    }
     // Left out is what is no number, or no longer wrong.
     let mut without = wrong.clone();
     for (at, value) in [(0, f64::NAN), (3, f64::INFINITY), (7, f64::NEG_INFINITY)] {
@@ -221,4 +223,78 @@ fn only_elements_that_stay_within_the_range_count() {
     assert!(Bias { beta: 1.0, z: LIMIT }.passes() && !Bias { beta: 1.0, z: LIMIT.next_up() }.passes());
     let negative = bias([1.0, -2.0, 0.5 - most], [0.5, 0.25, 0.5], [0.5, 0.25, 1.0]);
     assert_eq!(negative, left_out);
+}
+
+#[test]
+fn a_result_of_another_shape_is_refused_and_a_direction_of_another_shape_is_none() {
+    let (_, twin, _) = layer();
+    let truth = &twin.truth[&Output::O];
+    let stored = |values: ArrayD<f64>| Stored { dtype: DType::F16, values };
+    let other = ArrayD::zeros(vec![24, 40]);
+    for refused in [
+        twin.signed(Output::O, &stored(other.clone())).map(|_| ()),
+        twin.directed(Output::O, &stored(other.clone()), truth).map(|_| ()),
+    ] {
+        let error = refused.unwrap_err().to_string();
+        assert!(error.contains("`o` has shape [24, 40], expected [40, 24]"), "{error}");
+    }
+    assert_eq!(twin.directed(Output::O, &stored(truth.clone()), &other).unwrap(), None);
+}
+
+/// D² = Σ (Σ σ|w|)², the inner sums over roundings that elements share: by hand, for matrices of more rows than
+/// one task looks at.
+#[test]
+fn deviations_are_joined_over_all_rows_of_a_matrix() {
+    let (given, behind) = (layer(), behind_a_router_in_the_tensors_type());
+    let shape = [3, 150, 6];
+    let place = |i: usize, j: usize, k: usize| (i * shape[1] + j) * shape[2] + k;
+    let number = |at: usize, factor: f64| libm::sin(factor * (at + 1) as f64);
+    let count = shape.iter().product();
+    let truth: Vec<f64> = (0..count).map(|at| number(at, 1.3)).collect();
+    let (random, wrong): (Vec<f64>, Vec<f64>) =
+        (0..count).map(|at| (0.25 + number(at, 0.7).abs(), truth[at] + number(at, 2.1))).unzip();
+    let values: Vec<f64> = (0..count).map(|at| truth[at] + 0.5 * (wrong[at] - truth[at])).collect();
+    for ((problem, _, numerics), output) in [
+        (&given, Output::Ds),
+        (&given, Output::Dw1),
+        (&given, Output::Dw2),
+        (&given, Output::O),
+        (&behind, Output::Dw1),
+    ] {
+        let sharing = Sharing::of(output, problem, numerics);
+        let mut joined = std::collections::BTreeMap::<[usize; 3], f64>::new();
+        let mut squares = 0.0;
+        for (i, j, k) in ndarray::indices(shape) {
+            let at = place(i, j, k);
+            let w = wrong[at] - truth[at];
+            squares += w * w;
+            let block = match sharing {
+                Sharing::None => [i, j, k],
+                Sharing::First => [i, 0, 0],
+                Sharing::All => [0; 3],
+                Sharing::Rows(height) => [i, j / height, 0],
+                Sharing::Columns(width) => [i, 0, k / width],
+            };
+            *joined.entry(block).or_default() += random[at] * w.abs();
+        }
+        let deviation = joined.values().map(|block| block * block).sum::<f64>().sqrt();
+        let mut leaning = Leaning::new(output, (problem, numerics), DType::F16, &shape);
+        let twin = TwinPiece { truth: &truth, random: &random, systematic: &vec![0.0; count] };
+        leaning.look(&values, &twin, |at| wrong[at]);
+        let bias = leaning.bias().unwrap();
+        let z = 0.5 * squares / deviation;
+        assert!((bias.beta - 0.5).abs() < 1e-12 && (bias.z - z).abs() < 1e-9 * z, "{output}: {bias:?}, {z}");
+    }
+}
+
+/// All below zero: their size is their magnitude.
+#[test]
+fn what_differs_from_negative_numbers_by_roundings_is_no_direction() {
+    let (problem, _, numerics) = layer();
+    for (off, none) in [(0.5 * SAME, true), (2.0 * SAME, false)] {
+        let mut leaning = Leaning::new(Output::Ds, (&problem, &numerics), DType::F16, &[2]);
+        let twin = TwinPiece { truth: &[-4.0, -2.0], random: &[1.0; 2], systematic: &[0.0; 2] };
+        leaning.look(&[-4.0, -2.0], &twin, |at| twin.truth[at] * (1.0 + off));
+        assert_eq!(leaning.bias().is_none(), none, "{off}");
+    }
 }

@@ -291,7 +291,7 @@ fn a_routing_of_other_tokens_than_the_results_is_refused() {
     assert!(bound::layer(&given, routing, &numerics).is_ok());
     let fewer = Routing::new(192, 6, [(TokenId(0), ExpertId(0))]).unwrap();
     let error = bound::layer(&given, &fewer, &numerics).unwrap_err().to_string();
-    assert!(error.contains("pass its own routing"), "{error}");
+    assert!(error.contains("has shape [1], expected [384] (the problem supplies the pairs; pass its own"), "{error}");
 }
 
 /// What is asked for by name has the same truths and limits as among all, by both measures.

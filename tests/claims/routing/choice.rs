@@ -1,7 +1,7 @@
 //! The choice is the K largest logits, exactly; the certificate accepts it and nothing else.
 
 use half::bf16;
-use ndarray::{Array2, array, s};
+use ndarray::{Array1, Array2, ArrayView1, array, s};
 use proptest::prelude::*;
 use sonicmoe::routing::certificate::{Violation, certify_choice, certify_choice_within, certify_grouped_choice};
 use sonicmoe::routing::{Choice, GroupedSigmoid, grouped_top_k, top_k};
@@ -91,6 +91,15 @@ fn a_choice_inside_groups_that_cannot_be_made_is_refused_by_name() {
     assert!(refused(3, 4, 1).contains("the number of kept groups"), "{}", refused(3, 4, 1));
     assert!(refused(3, 1, 3).contains("K"), "{}", refused(3, 1, 3));
     assert!(refused(3, 1, 0).starts_with("K = 0"), "{}", refused(3, 1, 0));
+    // Nor is there anything to certify.
+    let certify = |groups, bias: Option<ArrayView1<f32>>| {
+        let router = GroupedSigmoid { groups, kept: 1, renormalized: false, factor: 1.0 };
+        certify_grouped_choice(logits.view(), bias, &router, OF_SIGMOID, 1, experts(&[[2]]).view())
+    };
+    let bias = Array1::<f32>::zeros(6);
+    assert_eq!(certify(3, Some(bias.view())), Ok(()));
+    assert_eq!(only(certify(4, None)), Violation::TopK { k: 1, experts: 6 });
+    assert_eq!(only(certify(3, Some(bias.slice(s![..5])))), Violation::TopK { k: 1, experts: 6 });
 }
 
 #[test]
@@ -331,6 +340,11 @@ fn within_an_error_any_optimal_choice_passes_and_no_worse_one() {
     assert!(certify_choice_within(chain.view(), wide.view(), 3, experts(&[[0, 1, 2]]).view()).is_err());
     assert_eq!(certify_choice_within(chain.view(), wide.view(), 3, experts(&[[1, 2, 0]]).view()), Ok(()));
 
+    let narrow = Array2::from_elem((1, 2), 0.16);
+    assert_eq!(
+        only(certify_choice_within(chain.view(), narrow.view(), 1, experts(&[[2]]).view())),
+        Violation::Length { array: "within", expected: 3, found: 2 }
+    );
     let broken = array![[0.0, f64::NAN, -1.0]];
     assert_eq!(certify_choice_within(chain.view(), broken.view(), 1, experts(&[[2]]).view()).unwrap_err().len(), 2);
 }

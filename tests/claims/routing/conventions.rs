@@ -31,5 +31,6 @@ fn a_router_of_groups_is_read_as_it_prints_and_what_is_missing_or_unknown_is_sai
     ] {
         let error = wrong.parse::<Convention>().unwrap_err().to_string();
         assert!(error.contains(reason) && error.contains("groups=4,kept=2"), "{wrong}: {error}");
+        assert!(error.contains(&format!("`{wrong}`")), "{error}");
     }
 }

@@ -173,6 +173,8 @@ fn what_cannot_be_rounded_is_refused_by_name() -> sonicmoe::Result<()> {
         "M is 0, but tokens are rounded to multiples of at least 1"
     );
     assert!(message(TokenRounding::new(2).round(p.slice(ndarray::s![..1, ..]), &choice)).starts_with("tensor `p`"));
+    let ranked = ranking_scores(p.slice(ndarray::s![..1, ..]), &choice, Ranking::Probability);
+    assert!(ranked.unwrap_err().to_string().starts_with("tensor `p` has shape [1, 2], expected [2, 2]"));
     for wrong in [f32::NAN, -0.25, f32::INFINITY] {
         let mut p = p.clone();
         p[(1, 0)] = wrong;
@@ -213,6 +215,20 @@ fn the_certificate_names_each_kind_of_fault() -> sonicmoe::Result<()> {
         only(judge(Rule::Nearest, &[], &[4, 5, 6, 7], &[])),
         Violation::TooFar { expert: E0, frequency: 5, count: 0, tile: 4 }
     );
+    let at_a_multiple = |count: u32| {
+        let pairs: Vec<_> = (0..count).map(|token| (TokenId(token), E0)).collect();
+        let p = Array2::from_elem((8, 1), 0.5);
+        // Four of eight tokens chose it; the others chose expert 1.
+        let p = ndarray::concatenate![ndarray::Axis(1), p, p];
+        let of_1 = (4..8).map(|token| (TokenId(token), ExpertId(1)));
+        let ids = experts(&[[0], [0], [0], [0], [1], [1], [1], [1]]);
+        certify(p.view(), ids.view(), 4, Rule::Up, &pairs.into_iter().chain(of_1).collect::<Vec<_>>(), &[])
+    };
+    assert_eq!(at_a_multiple(4), Ok(()));
+    for count in [0, 8] {
+        let far = Violation::TooFar { expert: E0, frequency: 4, count: count as usize, tile: 4 };
+        assert_eq!(only(at_a_multiple(count)), far);
+    }
     let dropped_wrongly = only(judge(Rule::Nearest, &[0, 1, 2, 4], &[4, 5, 6, 7], &[]));
     assert_eq!(dropped_wrongly, Violation::Order { expert: E0, kept: key(4, 0), left_out: key(3, 0) });
     assert_eq!(
@@ -253,6 +269,21 @@ fn the_certificate_names_each_kind_of_fault() -> sonicmoe::Result<()> {
         only(judge(Rule::Nearest, &[0, 1, 2, 3], &[4, 5, 6, 7], &[2])),
         Violation::OutOfRange { what: "capped expert", at: 0, id: 2, limit: 2 }
     );
+    // Seven tokens that all chose expert 0 are not eight.
+    let capped = |rule, listed: &[u32]| {
+        let (p, ids) = (Array2::from_elem((7, 1), 0.5), Array2::from_elem((7, 1), E0));
+        let pairs: Vec<_> = (0..4).map(|token| (TokenId(token), E0)).collect();
+        let listed: Vec<_> = listed.iter().map(|&expert| ExpertId(expert)).collect();
+        certify(p.view(), ids.view(), 4, rule, &pairs, &listed)
+    };
+    assert_eq!(capped(Rule::Up, &[0]), Ok(()));
+    let reason = "the expert is capped and must be listed";
+    assert_eq!(
+        only(capped(Rule::Up, &[])),
+        Violation::Rule { expert: E0, rule: Rule::Up, frequency: 7, count: 4, expected: 4, reason }
+    );
+    let reason = "the rule chooses the smaller multiple";
+    assert_eq!(only(capped(Rule::Down, &[0])), Violation::NotCapped { expert: E0, reason });
     // −1 and +1: balanced. −1 and −3 leave −4, more than half a tile.
     assert_eq!(judge(Rule::Balance, &[0, 1, 2, 3], &[4, 5, 6, 7], &[]), Ok(()));
     let unbalanced = judge(Rule::Balance, &[0, 1, 2, 3], &[], &[]).unwrap_err();
@@ -271,6 +302,10 @@ fn the_certificate_names_each_kind_of_fault() -> sonicmoe::Result<()> {
         certify(p.slice(s![..2, ..1]), experts(&[[0], [0]]).view(), 4, Rule::Balance, &pairs, &[])
     };
     assert_eq!(one(&[]), Ok(()));
+    // −5 is more than half of 8, however little beyond it.
+    let p = Array2::from_elem((5, 1), 0.5);
+    let found = certify(p.view(), experts(&[[0]; 5]).view(), 8, Rule::Balance, &[], &[]).unwrap_err();
+    assert!(found.contains(&Violation::Unbalanced { sum: -5, tile: 8 }), "{found:?}");
     Ok(())
 }
 
