@@ -295,6 +295,16 @@ mod tests {
             let others: &[(&'static str, &[f64])] = &[("half above", &truth.map(|number| number + 0.5))];
             assert_eq!(of(truth, others, deviation).contains(&"half above"), passes, "{deviation}");
         }
+        // Every element counts, the first and the last too: 5 deviations are not beyond the limit, 500 are.
+        for at in 0..4 {
+            let truth = [1.0, -2.0, 2.0, -1.0];
+            let mut above = truth;
+            above[at] += 0.5;
+            let others: &[(&'static str, &[f64])] = &[("half above", &above)];
+            for (deviation, passes) in [(0.1, true), (1e-3, false)] {
+                assert_eq!(of(truth, others, deviation).contains(&"half above"), passes, "{at}: {deviation}");
+            }
+        }
     }
 
     /// Where there is no root mean square but 0, the constant is 1.
@@ -315,6 +325,9 @@ mod tests {
         let not_first = [0.5, 0.25, 1.0, 0.5, 0.5, 0.5];
         for ends in [&[0, 6][..], &[0, 2, 6], &[0, 2, 2, 4, 6]] {
             assert_eq!(passing([2.0; 6], ends), [ZEROS, SHIFTED, "swapped"], "{ends:?}");
+            // An element that may be beyond the range decides nothing.
+            let beyond = [2.0, 2.0, f64::INFINITY, 2.0, 2.0, 2.0];
+            assert_eq!(passing(beyond, ends), [ZEROS, SHIFTED, "swapped"], "{ends:?}");
             assert_eq!(passing(shifts, ends), [SHIFTED, "swapped"], "{ends:?}");
             assert_eq!(passing(not_around, ends), ["swapped"], "{ends:?}");
             assert_eq!(passing(not_first, ends), ["swapped"], "{ends:?}");

@@ -273,9 +273,11 @@ fn a_result_of_another_shape_is_refused_by_its_kernel() {
     for output in results.keys() {
         let mut wrong = results.clone();
         let stored = wrong.get_mut(output).unwrap();
+        let expected = stored.values.shape().to_vec();
         stored.values = stored.values.slice_axis(Axis(0), (1..).into()).to_owned();
+        let shapes = format!("`{output}` has shape {:?}, expected {expected:?}", stored.values.shape());
         let error = kernel::kernels(&problem, &routing, &wrong, &numerics).unwrap_err().to_string();
-        assert!(error.contains(&format!("`{output}`")), "{output}: {error}");
+        assert!(error.contains(&shapes), "{output}: {error}");
     }
 }
 

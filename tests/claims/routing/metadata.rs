@@ -216,6 +216,10 @@ fn wild_and_repeated_pairs_are_refused_and_found() {
     assert_eq!(only(arrays.judge(3, 3, &repeated)), expected);
     let refused = Routing::new(3, 3, repeated).expect_err("refused").to_string();
     assert_eq!(refused, "token 0 is sent to expert 2 twice (pairs 0 and 4); a pair may appear once");
+    // The last token is one of them.
+    let last = [(TokenId(0), ExpertId(1)), (TokenId(2), ExpertId(1)), (TokenId(2), ExpertId(1))];
+    let refused = Routing::new(3, 3, last).expect_err("refused").to_string();
+    assert_eq!(refused, "token 2 is sent to expert 1 twice (pairs 1 and 2); a pair may appear once");
 }
 
 #[test]

@@ -182,8 +182,9 @@ fn what_does_not_fit_is_refused_by_name() -> sonicmoe::Result<()> {
     assert_eq!(scores::forward(one_masked.view(), &choice, convention)?[2..], [0.0, 1.0]);
     let of_nan = scores::softmax(array![[0.0f32, 1.0], [2.0, f32::NAN]].view()).unwrap_err().to_string();
     assert!(of_nan.starts_with("logit of token 1, expert 1 is NaN"), "{of_nan}");
-    let of_the_first = scores::softmax(array![[f32::NAN, 1.0], [f32::NAN, 2.0]].view()).unwrap_err().to_string();
-    assert!(of_the_first.starts_with("logit of token 0, expert 0 is NaN"), "{of_the_first}");
+    let of_the_first =
+        scores::softmax(array![[1.0, f32::NAN, f32::INFINITY], [f32::NAN, 2.0, 3.0]].view()).unwrap_err().to_string();
+    assert!(of_the_first.starts_with("logit of token 0, expert 1 is NaN"), "{of_the_first}");
     let of_all_experts = scores::softmax(array![[0.0f32], [f32::NEG_INFINITY]].view()).unwrap_err().to_string();
     assert!(of_all_experts.starts_with("token 1 has only 0 logits above −∞, but K = 1 "), "{of_all_experts}");
     // σ(−∞) is 0, a probability as any other.

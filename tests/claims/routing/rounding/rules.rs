@@ -57,6 +57,20 @@ fn five_tokens_in_tiles_of_four() -> sonicmoe::Result<()> {
 }
 
 #[test]
+fn an_expert_goes_up_by_frequency_where_its_own_draw_says_so() -> sonicmoe::Result<()> {
+    let (p, choice) = chosen_by(&[1, 2, 3, 2], 8);
+    for seed in 0..32 {
+        let rounding = TokenRounding { rule: Rule::StochasticByFrequency, seed, ..TokenRounding::new(4) };
+        let counts = rounding.round(p.view(), &choice)?.expert_frequency;
+        for (expert, probability) in [0.25, 0.5, 0.75, 0.5].into_iter().enumerate() {
+            let up = draw(seed, ExpertId(expert as u32)) < probability;
+            assert_eq!(counts[expert], if up { 4 } else { 0 }, "expert {expert} of seed {seed}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
 fn the_nearest_multiple_wins_and_ties_go_down_or_to_the_even_one() {
     let frequency = [1, 2, 3, 4, 5, 6, 7, 10];
     assert_eq!(round(&frequency, 0, 4, Rule::Nearest).0, [0, 0, 4, 4, 4, 4, 8, 8]);
@@ -302,6 +316,10 @@ fn the_certificate_names_each_kind_of_fault() -> sonicmoe::Result<()> {
         certify(p.slice(s![..2, ..1]), experts(&[[0], [0]]).view(), 4, Rule::Balance, &pairs, &[])
     };
     assert_eq!(one(&[]), Ok(()));
+    assert_eq!(
+        only(certify(p.slice(s![..2, ..]), experts(&[[0]; 3]).view(), 4, Rule::Balance, &[], &[])),
+        Violation::Size { what: "T of the choice", expected: 2, found: 3 }
+    );
     // −5 is more than half of 8, however little beyond it.
     let p = Array2::from_elem((5, 1), 0.5);
     let found = certify(p.view(), experts(&[[0]; 5]).view(), 8, Rule::Balance, &[], &[]).unwrap_err();

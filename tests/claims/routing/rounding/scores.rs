@@ -158,6 +158,12 @@ fn underflow_and_masks_divide_nothing_by_zero() -> sonicmoe::Result<()> {
     assert_eq!(score(&[2])?, [0.0], "a masked expert alone scores 0");
     assert_eq!(score(&[2, 1])?, [0.0, 1.0]);
     assert_eq!(score(&[])?, [0.0f32; 0]);
+    // Nothing of the token before it.
+    let two = array![[0.0f32, f32::NEG_INFINITY], [0.0, f32::NEG_INFINITY]];
+    let routing = Routing::new(2, 2, [(TokenId(0), ExpertId(0)), (TokenId(1), ExpertId(1))])?;
+    let choice = top_k(two.view(), 1)?;
+    let alone = scores::forward(two.view(), &choice, &routing, KeptScores::RenormalizedOverKept)?;
+    assert_eq!(alone, [1.0, 0.0]);
     Ok(())
 }
 
