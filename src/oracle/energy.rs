@@ -116,7 +116,9 @@ mod tests {
         assert_eq!(of_constants(0.0, 0.0), Screen { difference: 0.0, limit: 0.0 });
         assert!(of_constants(0.0, 0.0).passes() && !of_constants(1e-30, 0.0).passes());
         assert_eq!(of_constants(1e-30, 0.0), Screen { difference: 1.0, limit: 0.0 });
-        assert!(of_constants(0.0, 2.0).passes() && of_constants(1.0, 2.0).passes());
+        for bound in [2.0, 1e-9] {
+            assert!(of_constants(0.0, bound).passes() && of_constants(0.5 * bound, bound).passes());
+        }
     }
 
     /// 1 − 2⟨c, r⟩ / (‖c‖² + ‖r‖²), and what it may be at most.
