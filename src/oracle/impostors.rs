@@ -236,13 +236,13 @@ mod tests {
 
     /// The same in some unit.
     fn passing_in(unit: f64, bound: [f64; 6], ends: &[usize]) -> Vec<&'static str> {
-        let judged = [None, Some(10.0)].map(|deviation| passing_of(&[3, 2], unit, bound, ends, deviation));
-        assert_eq!(judged[0], judged[1], "a bias that deviations explain rejects nothing");
+        let of = |shape: &[usize], deviation| passing_of(shape, unit, bound, ends, deviation);
+        let passing = of(&[3, 2], None);
+        assert_eq!(of(&[3, 2], Some(10.0)), passing, "a bias that deviations explain rejects nothing");
         for shape in [&[3, 2, 1][..], &[3, 1, 2]] {
-            assert_eq!(judged[0], passing_of(shape, unit, bound, ends, None), "{shape:?}");
+            assert_eq!(of(shape, None), passing, "{shape:?}");
         }
-        let [judged, _] = judged;
-        judged
+        passing
     }
 
     /// The same as rows of some shape, where bias judges or does not.

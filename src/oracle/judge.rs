@@ -181,10 +181,11 @@ mod tests {
 
     #[test]
     fn a_bound_of_zero_demands_equality_and_zeros_of_both_signs_are_equal() {
-        assert!(judged(&[-0.0, 2.0], &[0.0, 2.0], &[0.0, 0.0]).passes());
+        let equal = judged(&[-0.0, 2.0], &[0.0, 2.0], &[0.0, 0.0]);
+        assert!(equal.passes());
+        assert_eq!(equal.worst.unwrap().ratio, 0.0);
         let off = judged(&[f32::from_bits(1)], &[0.0], &[0.0]);
         assert_eq!((off.failing, off.ratio()), (1, f64::INFINITY));
-        assert_eq!(judged(&[-0.0, 2.0], &[0.0, 2.0], &[0.0, 0.0]).worst.unwrap().ratio, 0.0);
     }
 
     #[test]

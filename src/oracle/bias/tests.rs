@@ -247,7 +247,6 @@ fn a_result_of_another_shape_is_refused_and_a_direction_of_another_shape_is_none
 fn deviations_are_joined_over_all_rows_of_a_matrix() {
     let (given, behind) = (layer(), behind_a_router_in_the_tensors_type());
     let shape = [3, 150, 6];
-    let place = |i: usize, j: usize, k: usize| (i * shape[1] + j) * shape[2] + k;
     let number = |at: usize, factor: f64| libm::sin(factor * (at + 1) as f64);
     let count = shape.iter().product();
     let truth: Vec<f64> = (0..count).map(|at| number(at, 1.3)).collect();
@@ -264,8 +263,7 @@ fn deviations_are_joined_over_all_rows_of_a_matrix() {
         let sharing = Sharing::of(output, problem, numerics);
         let mut joined = std::collections::BTreeMap::<[usize; 3], f64>::new();
         let mut squares = 0.0;
-        for (i, j, k) in ndarray::indices(shape) {
-            let at = place(i, j, k);
+        for (at, (i, j, k)) in ndarray::indices(shape).into_iter().enumerate() {
             let w = wrong[at] - truth[at];
             squares += w * w;
             let block = match sharing {

@@ -1,5 +1,4 @@
 use super::*;
-use crate::case::{Case, Pairing};
 
 #[test]
 fn the_lowest_bit_is_the_power_of_two_that_divides() {
@@ -115,23 +114,27 @@ fn another_shape_and_storage_in_f64_are_refused_by_name() {
     };
     let error = differences(&of(&[3, 2]), &of(&[2, 3])).unwrap_err().to_string();
     assert!(error.contains("`o` has shape [3, 2], expected [2, 3]"), "{error}");
-    let routing = Routing::new(1, 1, [(TokenId(0), ExpertId(0))]).unwrap();
-    let one = |dim: (usize, usize)| Array2::<f64>::ones(dim);
-    let experts = |dim: (usize, usize, usize)| Array3::<f64>::ones(dim);
-    let gating = Gating::Given { routing, scores: vec![1.0] };
-    let (w1, w2) = (experts((1, 2, 1)), experts((1, 1, 1)));
-    let problem = Problem::new(one((1, 1)), w1, w2, None, gating, Activation::SwiGlu, one((1, 1))).unwrap();
+    let problem = one_unit(Activation::SwiGlu, [1.0, 1.0], 1.0, 1.0);
     let error = super::expected(&problem, DType::F64).unwrap_err().to_string();
     assert!(error.contains("storage type of the exact regime `f64`") && error.contains("bf16"), "{error}");
 }
 
 /// One token, one expert, one unit: gate and up are what they are said to be.
-fn of_one_unit(activation: Activation, [gate, up]: [f64; 2], dout: f64, score: f64) -> Result<Results> {
-    let routing = Routing::new(1, 1, [(TokenId(0), ExpertId(0))])?;
+fn one_unit(activation: Activation, [gate, up]: [f64; 2], dout: f64, score: f64) -> Problem<'static, f64> {
+    let routing = Routing::new(1, 1, [(TokenId(0), ExpertId(0))]).unwrap();
     let w1 = Array3::from_shape_vec((1, 2, 1), vec![gate, up]).unwrap();
     let (x, w2, dout) = (Array2::ones((1, 1)), Array3::ones((1, 1, 1)), Array2::from_elem((1, 1), dout));
-    let gating = Gating::Given { routing, scores: vec![score] };
-    super::expected(&Problem::new(x, w1, w2, None, gating, activation, dout)?, DType::BF16)
+    Problem::new(x, w1, w2, None, Gating::Given { routing, scores: vec![score] }, activation, dout).unwrap()
+}
+
+fn of_one_unit(activation: Activation, of_unit: [f64; 2], dout: f64, score: f64) -> Result<Results> {
+    super::expected(&one_unit(activation, of_unit, dout, score), DType::BF16)
+}
+
+/// What `claim` says of its layer, stored in bf16.
+fn with_layer(problem: &Problem<'_, f64>, claim: impl FnOnce(&Layer<'_, '_>)) {
+    let Gating::Given { routing, scores } = problem.gating() else { panic!("given pairs") };
+    claim(&Layer { problem, routing, scores: routing.to_rows(scores), storage: DType::BF16 });
 }
 
 fn refused(found: Result<Results>) -> String {
@@ -150,14 +153,12 @@ fn a_smooth_activation_is_exact_where_it_is_flat_and_nowhere_else() {
     assert!(error.contains("this row is 0"), "{error}");
     // A kink has two flat sides, and at 0 the slope of the lower one.
     assert!(of_one_unit(Activation::ReGlu, [1.0, 2.0], 1.0, 1.0).is_ok());
-    let case = Case::new("1,8,2,1,1".parse().unwrap()).with_activation(Activation::ReGlu);
-    let problem = case.with_pairing(Pairing::TopK).problem::<f64>().unwrap();
-    let Gating::Given { routing, .. } = problem.gating() else { panic!("given pairs") };
-    let layer = Layer { problem: &problem, routing, scores: vec![1.0], storage: DType::BF16 };
-    for (gate, value, slopes) in [(0.0, 0.0, [0.0, 0.0]), (0.5, 1.5, [3.0, 0.5]), (-0.5, 0.0, [0.0, 0.0])] {
-        let unit = layer.activate(Array1::from(vec![9.0, 9.0, gate, 3.0]).view(), 0, 1).unwrap();
-        assert_eq!((unit.value, unit.slopes), (value, vec![(2, slopes[0]), (3, slopes[1])]), "{gate}");
-    }
+    with_layer(&one_unit(Activation::ReGlu, [1.0, 2.0], 1.0, 1.0), |layer| {
+        for (gate, value, slopes) in [(0.0, 0.0, [0.0, 0.0]), (0.5, 1.5, [3.0, 0.5]), (-0.5, 0.0, [0.0, 0.0])] {
+            let unit = layer.activate(Array1::from(vec![9.0, 9.0, gate, 3.0]).view(), 0, 1).unwrap();
+            assert_eq!((unit.value, unit.slopes), (value, vec![(2, slopes[0]), (3, slopes[1])]), "{gate}");
+        }
+    });
 }
 
 /// 129² has 15 bits, of which bf16 keeps 8.
@@ -169,14 +170,13 @@ fn what_is_stored_between_kernels_has_to_be_a_number_of_the_type() {
         let error = refused(of_one_unit(Activation::ReGlu, of_unit, dout, score));
         assert!(error.contains(&format!("`{name}` at [0, 0] is outside")), "{error}");
     }
-    let case = Case::new("1,8,2,1,1".parse().unwrap()).with_pairing(Pairing::TopK);
-    let problem = case.problem::<f64>().unwrap();
-    let Gating::Given { routing, .. } = problem.gating() else { panic!("given pairs") };
-    let layer = Layer { problem: &problem, routing, scores: vec![1.0], storage: DType::BF16 };
-    let error = layer.representable("h", 3, Array1::from(vec![1.0, 257.0, 259.0]).view()).unwrap_err().to_string();
-    assert!(error.contains("`h` at [3, 1] is outside"), "{error}");
-    let largest = DType::BF16.largest();
-    let stored = |value: f64| layer.stored("o", Array2::from_elem((1, 1), value));
-    assert!(stored(largest).is_ok() && stored(-largest).is_ok());
-    assert!(stored(largest.next_up()).is_err() && stored(-2.0 * largest).is_err());
+    with_layer(&one_unit(Activation::ReGlu, [1.0, 2.0], 1.0, 1.0), |layer| {
+        let row = Array1::from(vec![1.0, 257.0, 259.0]);
+        let error = layer.representable("h", 3, row.view()).unwrap_err().to_string();
+        assert!(error.contains("`h` at [3, 1] is outside"), "{error}");
+        let largest = DType::BF16.largest();
+        let stored = |value: f64| layer.stored("o", Array2::from_elem((1, 1), value));
+        assert!(stored(largest).is_ok() && stored(-largest).is_ok());
+        assert!(stored(largest.next_up()).is_err() && stored(-2.0 * largest).is_err());
+    });
 }

@@ -43,6 +43,7 @@ fn a_name_gives_its_rule_and_its_scores_back() {
 }
 
 const E0: ExpertId = ExpertId(0);
+const E1: ExpertId = ExpertId(1);
 
 #[test]
 fn five_tokens_in_tiles_of_four() -> sonicmoe::Result<()> {
@@ -186,8 +187,8 @@ fn what_cannot_be_rounded_is_refused_by_name() -> sonicmoe::Result<()> {
         message(TokenRounding::new(0).round(p.view(), &choice)),
         "M is 0, but tokens are rounded to multiples of at least 1"
     );
-    assert!(message(TokenRounding::new(2).round(p.slice(ndarray::s![..1, ..]), &choice)).starts_with("tensor `p`"));
-    let ranked = ranking_scores(p.slice(ndarray::s![..1, ..]), &choice, Ranking::Probability);
+    assert!(message(TokenRounding::new(2).round(p.slice(s![..1, ..]), &choice)).starts_with("tensor `p`"));
+    let ranked = ranking_scores(p.slice(s![..1, ..]), &choice, Ranking::Probability);
     assert!(ranked.unwrap_err().to_string().starts_with("tensor `p` has shape [1, 2], expected [2, 2]"));
     for wrong in [f32::NAN, -0.25, f32::INFINITY] {
         let mut p = p.clone();
@@ -198,6 +199,10 @@ fn what_cannot_be_rounded_is_refused_by_name() -> sonicmoe::Result<()> {
     Ok(())
 }
 
+fn pairs(tokens: &[u32], expert: ExpertId) -> Vec<(TokenId, ExpertId)> {
+    tokens.iter().map(|&token| (TokenId(token), expert)).collect()
+}
+
 #[test]
 fn the_certificate_names_each_kind_of_fault() -> sonicmoe::Result<()> {
     // Expert 0 has choosers 0 to 4, best first; tokens 5 to 7 chose expert 1.
@@ -206,20 +211,14 @@ fn the_certificate_names_each_kind_of_fault() -> sonicmoe::Result<()> {
     });
     let ids = experts(&[[0], [0], [0], [0], [0], [1], [1], [1]]);
     let judge = |rule, of_0: &[u32], of_1: &[u32], capped: &[u32]| {
-        let pairs: Vec<_> = [(of_0, 0), (of_1, 1)]
-            .into_iter()
-            .flat_map(|(tokens, expert)| tokens.iter().map(move |&token| (TokenId(token), ExpertId(expert))))
-            .collect();
         let capped: Vec<_> = capped.iter().map(|&expert| ExpertId(expert)).collect();
-        certify(p.view(), ids.view(), 4, rule, &pairs, &capped)
+        certify(p.view(), ids.view(), 4, rule, &[pairs(of_0, E0), pairs(of_1, E1)].concat(), &capped)
     };
     let key = |token: u32, expert| Key {
         chose: (token < 5) == (expert == 0),
         score: p[(token as usize, expert)],
         token: TokenId(token),
     };
-    let e1 = ExpertId(1);
-
     assert_eq!(judge(Rule::Nearest, &[0, 1, 2, 3], &[4, 5, 6, 7], &[]), Ok(()));
     assert_eq!(
         only(judge(Rule::Nearest, &[0, 1, 2], &[4, 5, 6, 7], &[])),
@@ -229,19 +228,14 @@ fn the_certificate_names_each_kind_of_fault() -> sonicmoe::Result<()> {
         only(judge(Rule::Nearest, &[], &[4, 5, 6, 7], &[])),
         Violation::TooFar { expert: E0, frequency: 5, count: 0, tile: 4 }
     );
-    let at_a_multiple = |count: u32| {
-        let pairs: Vec<_> = (0..count).map(|token| (TokenId(token), E0)).collect();
-        let p = Array2::from_elem((8, 1), 0.5);
-        // Four of eight tokens chose it; the others chose expert 1.
-        let p = ndarray::concatenate![ndarray::Axis(1), p, p];
-        let of_1 = (4..8).map(|token| (TokenId(token), ExpertId(1)));
-        let ids = experts(&[[0], [0], [0], [0], [1], [1], [1], [1]]);
-        certify(p.view(), ids.view(), 4, Rule::Up, &pairs.into_iter().chain(of_1).collect::<Vec<_>>(), &[])
+    let at_a_multiple = |of_0: &[u32]| {
+        let (p, ids) = (Array2::from_elem((8, 2), 0.5), experts(&[[0], [0], [0], [0], [1], [1], [1], [1]]));
+        certify(p.view(), ids.view(), 4, Rule::Up, &[pairs(of_0, E0), pairs(&[4, 5, 6, 7], E1)].concat(), &[])
     };
-    assert_eq!(at_a_multiple(4), Ok(()));
-    for count in [0, 8] {
-        let far = Violation::TooFar { expert: E0, frequency: 4, count: count as usize, tile: 4 };
-        assert_eq!(only(at_a_multiple(count)), far);
+    assert_eq!(at_a_multiple(&[0, 1, 2, 3]), Ok(()));
+    for of_0 in [&[][..], &[0, 1, 2, 3, 4, 5, 6, 7]] {
+        let far = Violation::TooFar { expert: E0, frequency: 4, count: of_0.len(), tile: 4 };
+        assert_eq!(only(at_a_multiple(of_0)), far);
     }
     let dropped_wrongly = only(judge(Rule::Nearest, &[0, 1, 2, 4], &[4, 5, 6, 7], &[]));
     assert_eq!(dropped_wrongly, Violation::Order { expert: E0, kept: key(4, 0), left_out: key(3, 0) });
@@ -252,11 +246,11 @@ fn the_certificate_names_each_kind_of_fault() -> sonicmoe::Result<()> {
     let added_too_early = only(judge(Rule::Nearest, &[0, 1, 2, 7], &[4, 5, 6, 7], &[]));
     assert_eq!(added_too_early, Violation::Order { expert: E0, kept: key(7, 0), left_out: key(3, 0) });
     let added_wrongly = only(judge(Rule::Nearest, &[0, 1, 2, 3], &[3, 5, 6, 7], &[]));
-    assert_eq!(added_wrongly, Violation::Order { expert: e1, kept: key(3, 1), left_out: key(4, 1) });
+    assert_eq!(added_wrongly, Violation::Order { expert: E1, kept: key(3, 1), left_out: key(4, 1) });
     assert_eq!(
         only(judge(Rule::Nearest, &[0, 1, 2, 3], &[], &[])),
         Violation::Rule {
-            expert: e1,
+            expert: E1,
             rule: Rule::Nearest,
             frequency: 3,
             count: 0,
@@ -265,7 +259,7 @@ fn the_certificate_names_each_kind_of_fault() -> sonicmoe::Result<()> {
         }
     );
     assert!(
-        matches!(only(judge(Rule::Down, &[0, 1, 2, 3], &[4, 5, 6, 7], &[])), Violation::Rule { expert, .. } if expert == e1)
+        matches!(only(judge(Rule::Down, &[0, 1, 2, 3], &[4, 5, 6, 7], &[])), Violation::Rule { expert, .. } if expert == E1)
     );
     assert_eq!(judge(Rule::Up, &[0, 1, 2, 3, 4, 5, 6, 7], &[4, 5, 6, 7], &[]), Ok(()));
     assert!(matches!(only(judge(Rule::Up, &[0, 1, 2, 3], &[4, 5, 6, 7], &[])), Violation::Rule { expected: 8, .. }));
@@ -284,20 +278,18 @@ fn the_certificate_names_each_kind_of_fault() -> sonicmoe::Result<()> {
         Violation::OutOfRange { what: "capped expert", at: 0, id: 2, limit: 2 }
     );
     // Seven tokens that all chose expert 0 are not eight.
-    let capped = |rule, listed: &[u32]| {
+    let capped = |rule, listed: &[ExpertId]| {
         let (p, ids) = (Array2::from_elem((7, 1), 0.5), Array2::from_elem((7, 1), E0));
-        let pairs: Vec<_> = (0..4).map(|token| (TokenId(token), E0)).collect();
-        let listed: Vec<_> = listed.iter().map(|&expert| ExpertId(expert)).collect();
-        certify(p.view(), ids.view(), 4, rule, &pairs, &listed)
+        certify(p.view(), ids.view(), 4, rule, &pairs(&[0, 1, 2, 3], E0), listed)
     };
-    assert_eq!(capped(Rule::Up, &[0]), Ok(()));
+    assert_eq!(capped(Rule::Up, &[E0]), Ok(()));
     let reason = "the expert is capped and must be listed";
     assert_eq!(
         only(capped(Rule::Up, &[])),
         Violation::Rule { expert: E0, rule: Rule::Up, frequency: 7, count: 4, expected: 4, reason }
     );
     let reason = "the rule chooses the smaller multiple";
-    assert_eq!(only(capped(Rule::Down, &[0])), Violation::NotCapped { expert: E0, reason });
+    assert_eq!(only(capped(Rule::Down, &[E0])), Violation::NotCapped { expert: E0, reason });
     // −1 and +1: balanced. −1 and −3 leave −4, more than half a tile.
     assert_eq!(judge(Rule::Balance, &[0, 1, 2, 3], &[4, 5, 6, 7], &[]), Ok(()));
     let unbalanced = judge(Rule::Balance, &[0, 1, 2, 3], &[], &[]).unwrap_err();
@@ -306,14 +298,13 @@ fn the_certificate_names_each_kind_of_fault() -> sonicmoe::Result<()> {
     // Half a tile is balanced: of two choosers both, or none.
     let (p, ids) = (Array2::from_elem((4, 2), 0.5), experts(&[[0], [0], [1], [1]]));
     let of_two = |of_0: &[u32], of_1: &[u32]| {
-        let of = |tokens: &[u32], expert| tokens.iter().map(move |&token| (TokenId(token), expert)).collect::<Vec<_>>();
-        certify(p.view(), ids.view(), 4, Rule::Balance, &[of(of_0, E0), of(of_1, e1)].concat(), &[])
+        certify(p.view(), ids.view(), 4, Rule::Balance, &[pairs(of_0, E0), pairs(of_1, E1)].concat(), &[])
     };
     assert_eq!(of_two(&[], &[0, 1, 2, 3]), Ok(()));
     assert!(of_two(&[], &[]).is_err() && of_two(&[0, 1, 2, 3], &[0, 1, 2, 3]).is_err());
-    let one = |pairs: &[u32]| {
-        let pairs: Vec<_> = pairs.iter().map(|&token| (TokenId(token), E0)).collect();
-        certify(p.slice(s![..2, ..1]), experts(&[[0], [0]]).view(), 4, Rule::Balance, &pairs, &[])
+    let one = |tokens: &[u32]| {
+        let ids = experts(&[[0], [0]]);
+        certify(p.slice(s![..2, ..1]), ids.view(), 4, Rule::Balance, &pairs(tokens, E0), &[])
     };
     assert_eq!(one(&[]), Ok(()));
     assert_eq!(
