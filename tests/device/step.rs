@@ -1,5 +1,6 @@
 //! A plan allocates once, and its step replays as two graphs: the bits of the engine, for every input.
 
+use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode, CUstreamCaptureStatus};
 use half::bf16;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
@@ -11,7 +12,7 @@ use sonicmoe::sonic::gpu::{DeviceRouting, GpuEngine, Layer, Plan, Step, upload};
 use sonicmoe::{Activation, Gating, Problem};
 
 use crate::buffers::with_tokens;
-use crate::engine_or_skip;
+use crate::{engine_or_skip, first_difference};
 
 fn cases() -> Vec<Case> {
     let base = Case::new("0,136,264,6,1".parse().unwrap());
@@ -130,6 +131,63 @@ fn two_steps_share_nothing() {
             });
         }
     });
+}
+
+/// Threads with devices of their own stand in nobody's way: what one of them does while another records is
+/// neither refused nor recorded.
+#[test]
+fn a_device_that_opens_runs_and_closes_leaves_what_another_records_whole() {
+    engine_or_skip!();
+    let engine = GpuEngine::open().unwrap();
+    let device = engine.device();
+    let problem = cases()[0].problem::<bf16>().unwrap();
+    let routed = Case::new("129,64,72,3,2".parse().unwrap()).problem::<bf16>().unwrap();
+    let replayed = other_tokens(&problem, 1);
+    let expected = [&problem, &replayed].map(|problem| run(&engine, problem, Record::Results).unwrap());
+    let Gating::Given { routing, scores } = problem.gating() else { panic!("this test gives its pairs") };
+    let routing = DeviceRouting::upload(device, routing, scores, Guards::NAN).unwrap();
+    let mut plan = Plan::allocate(Layer::upload(device, &problem, Guards::NAN).unwrap(), &routing).unwrap();
+    let mut x = upload(device, "x", problem.x(), Guards::NAN).unwrap();
+    plan.forward(&routing, &x).unwrap();
+    device.wait().unwrap();
+
+    device.stream().begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
+    plan.forward(&routing, &x).unwrap();
+    let (elsewhere, ended_by) = std::thread::scope(|scope| {
+        let another = scope.spawn(|| {
+            let mut ended_by = Vec::new();
+            let mut after = |what: &'static str| {
+                if device.stream().capture_status() != Ok(CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE) {
+                    ended_by.push(what);
+                }
+            };
+            let another = GpuEngine::open().unwrap();
+            after("opening");
+            let given = run(&another, &problem, Record::Results).unwrap();
+            after("a run");
+            drop(another);
+            after("closing");
+            // The second time with what the first one left.
+            for _ in 0..2 {
+                let another = GpuEngine::open().unwrap().routed_on_device().unwrap();
+                after("opening with a router");
+                run(&another, &routed, Record::Results).unwrap();
+                after("a run with a router");
+                drop(another);
+                after("closing with a router");
+            }
+            (given, ended_by)
+        });
+        another.join().unwrap()
+    });
+    assert_eq!(ended_by, [""; 0], "what ended the recording, and what came behind it");
+    let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+    let graph = device.stream().end_capture(flags).expect("the recording is whole").expect("kernels were recorded");
+    x.upload(replayed.x().as_slice().unwrap()).unwrap();
+    graph.launch().unwrap();
+    device.wait().unwrap();
+    assert_eq!(differs(&expected[1], Output::O, &plan.o().download().unwrap()), None);
+    assert_eq!(first_difference(&expected[0], &elsewhere), None);
 }
 
 /// 2Td + 4Rn bytes stay; the plan, the weights, the routing and the two inputs are all that is ever

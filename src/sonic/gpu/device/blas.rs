@@ -1,10 +1,11 @@
 //! Dense products by the vendor's library: what the router needs is no work that this crate exists for.
 
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use cudarc::cublas::result::{self as cublas, CublasError};
 use cudarc::cublas::sys;
+use cudarc::driver::CudaContext;
 
 use super::buffer::{Buffer, Guards};
 use super::context::Device;
@@ -23,15 +24,50 @@ pub struct Blas {
     _workspace: Buffer<u32>,
 }
 
-struct Handle(sys::cublasHandle_t);
+/// What the library calls a handle, and the context that it belongs to.
+struct Handle {
+    of_library: OfLibrary,
+    context: Arc<CudaContext>,
+}
+
+struct OfLibrary(sys::cublasHandle_t);
 
 // SAFETY: a handle may be used from any thread, by one at a time.
-unsafe impl Send for Handle {}
+unsafe impl Send for OfLibrary {}
+
+/// Handles that no device uses now.
+///
+/// To destroy one is to wait for the whole GPU, which ends what other threads record on devices of their own. So
+/// none is destroyed: the next device of that context takes it over.
+static IDLE: Mutex<Vec<(Arc<CudaContext>, OfLibrary)>> = Mutex::new(Vec::new());
+
+fn idle_handles() -> MutexGuard<'static, Vec<(Arc<CudaContext>, OfLibrary)>> {
+    IDLE.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+impl Handle {
+    /// An idle handle of the context, which is current, or a new one.
+    fn of(context: &Arc<CudaContext>) -> Result<Self, CublasError> {
+        let taken = {
+            let mut idle = idle_handles();
+            let at = idle.iter().position(|(of, _)| of == context);
+            at.map(|at| idle.swap_remove(at).1)
+        };
+        let of_library = match taken {
+            Some(handle) => handle,
+            None => OfLibrary(cublas::create_handle()?),
+        };
+        Ok(Self { of_library, context: Arc::clone(context) })
+    }
+
+    fn raw(&self) -> sys::cublasHandle_t {
+        self.of_library.0
+    }
+}
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        // SAFETY: created once, destroyed once. A lost context refuses; there is nothing left to free.
-        let _ = unsafe { cublas::destroy_handle(self.0) };
+        idle_handles().push((Arc::clone(&self.context), OfLibrary(self.raw())));
     }
 }
 
@@ -97,19 +133,19 @@ impl Blas {
         let fails = |error| failed("starting", error);
         let handle = {
             let _turn = device.idle()?;
-            Handle(cublas::create_handle().map_err(fails)?)
+            Handle::of(device.context()).map_err(fails)?
         };
         let workspace = Buffer::<u32>::output(device, "blas_workspace", WORKSPACE / 4, Guards::NONE)?;
         let turn = device.idle()?;
-        // SAFETY: the handle was created just now, and the stream and the workspace live as long as it;
+        // SAFETY: no one else has the handle, and the stream and the workspace live as long as it is used;
         // a mode without sums in a narrower type than asked for.
         unsafe {
-            cublas::set_stream(handle.0, device.stream().cu_stream().cast()).map_err(fails)?;
-            sys::cublasSetWorkspace_v2(handle.0, workspace.address() as *mut c_void, WORKSPACE)
+            cublas::set_stream(handle.raw(), device.stream().cu_stream().cast()).map_err(fails)?;
+            sys::cublasSetWorkspace_v2(handle.raw(), workspace.address() as *mut c_void, WORKSPACE)
                 .result()
                 .map_err(fails)?;
             let mode = sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
-            sys::cublasSetMathMode(handle.0, mode).result().map_err(fails)?;
+            sys::cublasSetMathMode(handle.raw(), mode).result().map_err(fails)?;
         }
         drop(turn);
         Ok(Arc::new(Self { device: Arc::clone(device), handle: Mutex::new(handle), _workspace: workspace }))
@@ -151,7 +187,7 @@ impl Blas {
         // scalars are read before the call returns (host pointer mode).
         unsafe {
             cublas::gemm_strided_batched_ex(
-                handle.0,
+                handle.raw(),
                 operation(right),
                 operation(left),
                 m,

@@ -74,10 +74,14 @@ impl Device {
     fn start(properties: Properties) -> Result<Arc<Self>, Absence> {
         let fails = |error| Absence::DriverFails { reason: name_of(error) };
         let context = CudaContext::new(properties.ordinal).map_err(fails)?;
+        // With cudarc's events the first stream waits for the whole context, which ends what other threads
+        // record on devices of their own.
+        // SAFETY: the events order the uses of `CudaSlice`, of which this crate has none.
+        unsafe { context.disable_event_tracking() };
         let stream = context.new_stream().map_err(fails)?;
         let lanes = Lanes::new(&context).map_err(fails)?;
         let board = StatusBoard::new(&context).map_err(fails)?;
-        let tile_queues = TileQueues::new(&context).map_err(fails)?;
+        let tile_queues = TileQueues::new(&stream).map_err(fails)?;
         let pool = Pool::new(properties.ordinal).map_err(fails)?;
         Ok(Arc::new(Self {
             properties,

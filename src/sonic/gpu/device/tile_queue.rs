@@ -8,9 +8,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use cudarc::driver::CudaContext;
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::CUdeviceptr;
+use cudarc::driver::{CudaContext, CudaStream};
 
 /// Bytes of one launch's words, and what sets them apart from the next launch's: a sector of memory.
 const STEP: usize = 32;
@@ -24,18 +24,18 @@ pub struct TileQueues {
 }
 
 impl TileQueues {
-    /// Zeroed words on the device.
+    /// Words on the device, zero for all that is queued on `stream` from now on, or behind it.
     ///
     /// # Errors
     /// Not enough device memory.
-    pub fn new(context: &Arc<CudaContext>) -> Result<Self, DriverError> {
+    pub fn new(stream: &CudaStream) -> Result<Self, DriverError> {
+        let context = Arc::clone(stream.context());
         context.bind_to_thread()?;
         // SAFETY: a context is current.
         let words = unsafe { result::malloc_sync(LAUNCHES * STEP) }?;
-        let queues = Self { words, next: AtomicUsize::new(0), context: Arc::clone(context) };
-        // SAFETY: so many bytes were allocated just now. The call ends when they are written.
-        unsafe { result::memset_d8_sync(words, 0, LAUNCHES * STEP) }?;
-        context.synchronize()?;
+        let queues = Self { words, next: AtomicUsize::new(0), context };
+        // SAFETY: so many bytes were allocated just now, and are freed when the device is idle.
+        unsafe { result::memset_d8_async(words, 0, LAUNCHES * STEP, stream.cu_stream()) }?;
         Ok(queues)
     }
 
