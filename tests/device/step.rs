@@ -7,7 +7,7 @@ use rand_chacha::rand_core::{RngCore, SeedableRng};
 
 use sonicmoe::case::{Case, Pairing};
 use sonicmoe::engine::{Outcome, Output, Record, run};
-use sonicmoe::sonic::gpu::device::{Guards, Scalar};
+use sonicmoe::sonic::gpu::device::{Buffer, Guards, Scalar};
 use sonicmoe::sonic::gpu::{DeviceRouting, GpuEngine, Layer, Plan, Step, upload};
 use sonicmoe::{Activation, Gating, Problem};
 
@@ -37,13 +37,19 @@ fn other_tokens(problem: &Problem<'_, bf16>, seed: u64) -> Problem<'static, bf16
     with_tokens(problem, x, dout)
 }
 
-fn record(engine: &GpuEngine, problem: &Problem<'_, bf16>, guards: Guards) -> Step {
+/// A plan of the layer, with its routing and x.
+fn loaded(engine: &GpuEngine, problem: &Problem<'_, bf16>, guards: Guards) -> (Plan, DeviceRouting, Buffer<bf16>) {
     let Gating::Given { routing, scores } = problem.gating() else { panic!("this test gives its pairs") };
     let device = engine.device();
     let routing = DeviceRouting::upload(device, routing, scores, guards).unwrap();
     let plan = Plan::allocate(Layer::upload(device, problem, guards).unwrap(), &routing).unwrap();
     let x = upload(device, "x", problem.x(), guards).unwrap();
-    let dout = upload(device, "dout", problem.dout(), guards).unwrap();
+    (plan, routing, x)
+}
+
+fn record(engine: &GpuEngine, problem: &Problem<'_, bf16>, guards: Guards) -> Step {
+    let (plan, routing, x) = loaded(engine, problem, guards);
+    let dout = upload(engine.device(), "dout", problem.dout(), guards).unwrap();
     Step::record(plan, routing, x, dout).unwrap()
 }
 
@@ -144,10 +150,7 @@ fn a_device_that_opens_runs_and_closes_leaves_what_another_records_whole() {
     let routed = Case::new("129,64,72,3,2".parse().unwrap()).problem::<bf16>().unwrap();
     let replayed = other_tokens(&problem, 1);
     let expected = [&problem, &replayed].map(|problem| run(&engine, problem, Record::Results).unwrap());
-    let Gating::Given { routing, scores } = problem.gating() else { panic!("this test gives its pairs") };
-    let routing = DeviceRouting::upload(device, routing, scores, Guards::NAN).unwrap();
-    let mut plan = Plan::allocate(Layer::upload(device, &problem, Guards::NAN).unwrap(), &routing).unwrap();
-    let mut x = upload(device, "x", problem.x(), Guards::NAN).unwrap();
+    let (mut plan, routing, mut x) = loaded(&engine, &problem, Guards::NAN);
     plan.forward(&routing, &x).unwrap();
     device.wait().unwrap();
 

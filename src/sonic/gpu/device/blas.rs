@@ -24,50 +24,40 @@ pub struct Blas {
     _workspace: Buffer<u32>,
 }
 
-/// What the library calls a handle, and the context that it belongs to.
+/// The library's handle, and the context that it belongs to.
 struct Handle {
-    of_library: OfLibrary,
+    raw: sys::cublasHandle_t,
     context: Arc<CudaContext>,
 }
 
-struct OfLibrary(sys::cublasHandle_t);
-
 // SAFETY: a handle may be used from any thread, by one at a time.
-unsafe impl Send for OfLibrary {}
+unsafe impl Send for Handle {}
 
 /// Handles that no device uses now.
 ///
 /// To destroy one is to wait for the whole GPU, which ends what other threads record on devices of their own. So
 /// none is destroyed: the next device of that context takes it over.
-static IDLE: Mutex<Vec<(Arc<CudaContext>, OfLibrary)>> = Mutex::new(Vec::new());
+static IDLE: Mutex<Vec<Handle>> = Mutex::new(Vec::new());
 
-fn idle_handles() -> MutexGuard<'static, Vec<(Arc<CudaContext>, OfLibrary)>> {
+fn idle_handles() -> MutexGuard<'static, Vec<Handle>> {
     IDLE.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
 impl Handle {
     /// An idle handle of the context, which is current, or a new one.
     fn of(context: &Arc<CudaContext>) -> Result<Self, CublasError> {
-        let taken = {
-            let mut idle = idle_handles();
-            let at = idle.iter().position(|(of, _)| of == context);
-            at.map(|at| idle.swap_remove(at).1)
-        };
-        let of_library = match taken {
-            Some(handle) => handle,
-            None => OfLibrary(cublas::create_handle()?),
-        };
-        Ok(Self { of_library, context: Arc::clone(context) })
-    }
-
-    fn raw(&self) -> sys::cublasHandle_t {
-        self.of_library.0
+        let mut idle = idle_handles();
+        if let Some(at) = idle.iter().position(|handle| handle.context == *context) {
+            return Ok(idle.swap_remove(at));
+        }
+        drop(idle);
+        Ok(Self { raw: cublas::create_handle()?, context: Arc::clone(context) })
     }
 }
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        idle_handles().push((Arc::clone(&self.context), OfLibrary(self.raw())));
+        idle_handles().push(Self { raw: self.raw, context: Arc::clone(&self.context) });
     }
 }
 
@@ -140,12 +130,12 @@ impl Blas {
         // SAFETY: no one else has the handle, and the stream and the workspace live as long as it is used;
         // a mode without sums in a narrower type than asked for.
         unsafe {
-            cublas::set_stream(handle.raw(), device.stream().cu_stream().cast()).map_err(fails)?;
-            sys::cublasSetWorkspace_v2(handle.raw(), workspace.address() as *mut c_void, WORKSPACE)
+            cublas::set_stream(handle.raw, device.stream().cu_stream().cast()).map_err(fails)?;
+            sys::cublasSetWorkspace_v2(handle.raw, workspace.address() as *mut c_void, WORKSPACE)
                 .result()
                 .map_err(fails)?;
             let mode = sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
-            sys::cublasSetMathMode(handle.raw(), mode).result().map_err(fails)?;
+            sys::cublasSetMathMode(handle.raw, mode).result().map_err(fails)?;
         }
         drop(turn);
         Ok(Arc::new(Self { device: Arc::clone(device), handle: Mutex::new(handle), _workspace: workspace }))
@@ -187,7 +177,7 @@ impl Blas {
         // scalars are read before the call returns (host pointer mode).
         unsafe {
             cublas::gemm_strided_batched_ex(
-                handle.raw(),
+                handle.raw,
                 operation(right),
                 operation(left),
                 m,
